@@ -1,0 +1,1 @@
+"""Routes: what a request means, and what happens with it."""

@@ -1,0 +1,1 @@
+"""Everything that knows it is talking to llama-server."""

@@ -1,0 +1,146 @@
+"""Every exception this package raises on purpose, in one tree.
+
+::
+
+    PolyKVError                     status, type and code that an HTTP answer may carry
+    ├── BadRequestError       400   the client sent something we cannot use; ``param`` names the field
+    ├── ForbiddenError        403   a loopback service must not be driven by a web page
+    ├── NotFoundError         404   an id that was never seen
+    ├── ConflictError         409   the request is fine, the state is not
+    │   ├── PoolCapacityError       out of sequence ids; says what could be released
+    │   ├── PoolInUseError          a pin or children stand in the way
+    │   └── PrefixMismatchError     tokens differ where they must agree
+    ├── DisabledError         501   pools are off (no patch, or ``--max-pools 0``)
+    ├── UnavailableError      503   the engine cannot answer now; ``retry_after_s`` says when to ask again
+    │   └── EngineGoneError         the engine died or its connection broke
+    ├── ConfigError                 a configuration that cannot work; ``path`` is the key
+    └── BuildError                  the engine could not be fetched, patched, built or proven
+
+Outcomes that are part of normal work (admit, wait, refuse) are values, not exceptions.
+"""
+
+from __future__ import annotations
+
+
+class PolyKVError(Exception):
+    """Base of all our errors.
+
+    Attributes:
+        status: HTTP status an answer to a client carries.
+        type: OpenAI-style error type.
+        code: stable machine-readable reason.
+        param: name of the request field at fault, if one is.
+        details: further members of the error object; JSON-ready values.
+    """
+
+    status: int = 500
+    type: str = "server_error"
+    code: str = "internal_error"
+
+    def __init__(
+        self, message: str, *, code: str | None = None, param: str | None = None, **details: object
+    ) -> None:
+        super().__init__(message)
+        if code is not None:
+            self.code = code
+        self.param = param
+        self.details = details
+
+    @property
+    def message(self) -> str:
+        """The sentence for people."""
+        return str(self.args[0])
+
+
+class BadRequestError(PolyKVError):
+    """The client sent something we cannot use."""
+
+    status = 400
+    type = "invalid_request_error"
+    code = "invalid_request"
+
+
+class ForbiddenError(PolyKVError):
+    """Refused before looking at it: wrong Host, foreign Origin, missing key."""
+
+    status = 403
+    type = "permission_error"
+    code = "forbidden"
+
+
+class NotFoundError(PolyKVError):
+    """An id or route that does not exist and never did."""
+
+    status = 404
+    type = "not_found_error"
+    code = "not_found"
+
+
+class ConflictError(PolyKVError):
+    """The request is well formed but the state does not allow it."""
+
+    status = 409
+    type = "conflict_error"
+    code = "conflict"
+
+
+class PoolCapacityError(ConflictError):
+    """No sequence id or no cells left for another pool."""
+
+    code = "pool_capacity_exhausted"
+
+
+class PoolInUseError(ConflictError):
+    """A pin, children or sessions stand in the way of what was asked."""
+
+    code = "pool_in_use"
+
+
+class PrefixMismatchError(ConflictError):
+    """Tokens differ where the contract demands equality."""
+
+    code = "prefix_mismatch"
+
+
+class DisabledError(PolyKVError):
+    """Pools are off on this engine."""
+
+    status = 501
+    type = "not_supported_error"
+    code = "polykv_disabled"
+
+
+class UnavailableError(PolyKVError):
+    """The engine cannot answer now.
+
+    Attributes:
+        retry_after_s: whole seconds after which asking again makes sense, at least 1.
+    """
+
+    status = 503
+    type = "unavailable_error"
+    code = "engine_unavailable"
+
+    def __init__(
+        self, message: str, *, retry_after_s: int = 1, code: str | None = None, **details: object
+    ) -> None:
+        super().__init__(message, code=code, **details)
+        self.retry_after_s = max(1, retry_after_s)
+
+
+class EngineGoneError(UnavailableError):
+    """The engine died, or its connection broke before the answer was complete."""
+
+    code = "engine_gone"
+
+
+class ConfigError(PolyKVError):
+    """A configuration that cannot work; the message starts with the key path."""
+
+    code = "config_error"
+
+
+class BuildError(PolyKVError):
+    """The engine could not be fetched, patched, built or proven. One line, with the next step in it."""
+
+    code = "engine_build_failed"
