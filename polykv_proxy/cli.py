@@ -1,0 +1,242 @@
+"""The ``polykv-proxy`` command: arguments in, one call out, errors as one line.
+
+Exit status: 0 done, 1 failed, 2 wrong arguments or configuration, 130 interrupted. Modules that do
+the work are imported when their command runs, so that ``--help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from polykv_proxy import __version__
+from polykv_proxy.errors import ConfigError, PolyKVError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from polykv_proxy.config import Settings
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Run one command and exit with its status."""
+    args = _parser().parse_args(argv)
+    try:
+        status: int = args.command(args)
+        sys.stdout.flush()
+    except ConfigError as error:
+        status = _complain(error, EXIT_USAGE)
+    except PolyKVError as error:
+        status = _complain(error, EXIT_FAILED)
+    except KeyboardInterrupt:
+        status = EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # the reader of our output went away (`| head`); a second flush at exit must not complain
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = EXIT_FAILED
+    raise SystemExit(status)
+
+
+def _complain(error: PolyKVError, status: int) -> int:
+    print(f"polykv-proxy: {error.message}", file=sys.stderr)
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="polykv-proxy",
+        description="Reverse proxy and control plane for llama-server: agents share prompt prefixes.",
+    )
+    parser.add_argument("--version", action="version", version=f"polykv-proxy {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_serve(commands)
+    _add_demo(commands)
+    _add_engine(commands)
+    _add_config(commands)
+    return parser
+
+
+def _add_serve(commands: Any) -> None:
+    serve = commands.add_parser(
+        "serve",
+        help="serve a model",
+        description="Serve a model. Without arguments: the built-in model on the patched engine at "
+        "127.0.0.1:8090. What is not given here comes from the environment and the configuration file.",
+    )
+    _add_config_option(serve)
+    serve.add_argument("--listen", metavar="HOST:PORT", help="address to serve on")
+    _add_engine_options(serve)
+    serve.add_argument(
+        "--engine-url", metavar="URL", help="attach to a running engine instead of starting one"
+    )
+    serve.set_defaults(command=_serve)
+
+
+def _add_demo(commands: Any) -> None:
+    demo = commands.add_parser(
+        "demo",
+        help="the main job with and without sharing, side by side",
+        description="Run k agents on one long system prompt, once with a shared pool and once without.",
+    )
+    _add_config_option(demo)
+    demo.add_argument("--k", type=_positive, default=8, metavar="N", help="agents (default: 8)")
+    demo.add_argument(
+        "--prefix-tokens",
+        type=_positive,
+        default=1400,
+        metavar="M",
+        help="length of the shared system prompt in tokens, about (default: 1400)",
+    )
+    demo.add_argument("--json", action="store_true", help="print only the line of JSON")
+    demo.set_defaults(command=_demo)
+
+
+def _add_engine(commands: Any) -> None:
+    engine = commands.add_parser("engine", help="build and check the patched llama-server")
+    steps = engine.add_subparsers(required=True, metavar="STEP")
+    build = steps.add_parser("build", help="fetch, patch, build, check and install; quick when done before")
+    _add_config_option(build)
+    build.add_argument("--source", type=Path, metavar="DIR", help="a llama.cpp checkout; it is not changed")
+    build.add_argument("--jobs", type=_positive, metavar="N", help="parallel compilations (default: CPUs)")
+    build.add_argument(
+        "--cmake-arg",
+        action="append",
+        default=[],
+        metavar="ARG",
+        help="further cmake argument, such as --cmake-arg=-DGGML_CUDA=ON; may be repeated",
+    )
+    build.add_argument("--no-check", action="store_true", help="install without running the result first")
+    build.set_defaults(command=_engine_build)
+    path = steps.add_parser("path", help="print the path of the installed binary")
+    _add_config_option(path)
+    path.add_argument("--stock", action="store_true", help="the unpatched one built beside it")
+    path.set_defaults(command=_engine_path)
+    check = steps.add_parser("check", help="boot the installed binary on a small model and decode")
+    _add_config_option(check)
+    check.set_defaults(command=_engine_check)
+
+
+def _add_config(commands: Any) -> None:
+    config = commands.add_parser("config", help="look at the configuration")
+    steps = config.add_subparsers(required=True, metavar="STEP")
+    show = steps.add_parser("show", help="print the effective configuration, secrets masked")
+    _add_config_option(show)
+    show.set_defaults(command=_config_show)
+
+
+def _add_config_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file (default: $POLYKV_CONFIG)")
+
+
+def _add_engine_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", metavar="PATH", help="GGUF file (default: the built-in model)")
+    parser.add_argument("--parallel", metavar="N", help="slots: requests that run at once")
+    parser.add_argument("--ctx-size", metavar="C", help="KV cells in tokens, shared by all")
+    parser.add_argument("--max-pools", metavar="M", help="prefix pools at once; 0 turns pools off")
+    parser.add_argument(
+        "--engine-arg",
+        action="append",
+        metavar="ARG",
+        help="further llama-server argument, one word each: --engine-arg=-ngl --engine-arg=99",
+    )
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {number}")
+    return number
+
+
+def _settings(args: argparse.Namespace) -> Settings:
+    from polykv_proxy import config  # noqa: PLC0415 (see the module docstring)
+
+    engine = {
+        "url": "engine_url",
+        "model": "model",
+        "parallel": "parallel",
+        "ctx_size": "ctx_size",
+        "max_pools": "max_pools",
+        "args": "engine_arg",
+    }
+    given: dict[str, Any] = {key: getattr(args, name, None) for key, name in engine.items()}
+    overrides: dict[str, Any] = {"engine": {k: v for k, v in given.items() if v is not None}}
+    if getattr(args, "listen", None) is not None:
+        overrides["listen"] = args.listen
+    return config.load(args.config, overrides)
+
+
+def _serve(args: argparse.Namespace) -> int:
+    from polykv_proxy import app  # noqa: PLC0415
+
+    return app.run(_with_engine(_settings(args)))
+
+
+def _demo(args: argparse.Namespace) -> int:
+    from polykv_proxy import demo  # noqa: PLC0415
+
+    settings = _with_engine(_settings(args))
+    return demo.run(settings, k=args.k, prefix_tokens=args.prefix_tokens, json_only=args.json)
+
+
+def _with_engine(settings: Settings) -> Settings:
+    """Settings with ``engine.binary`` and ``engine.model`` filled in; builds and fetches what is missing.
+
+    A proxy that attaches to a running engine needs neither and gets its settings back unchanged.
+    """
+    from polykv_proxy.engine import build, model  # noqa: PLC0415
+
+    if settings.engine.url is not None:
+        return settings
+    chosen: dict[str, Path] = {}
+    if settings.engine.model is None:
+        chosen["model"] = model.ensure(settings.cache_path)
+    if settings.engine.binary is None:
+        chosen["binary"] = build.ensure(settings.cache_path).binary
+    return settings.model_copy(update={"engine": settings.engine.model_copy(update=chosen)})
+
+
+def _engine_build(args: argparse.Namespace) -> int:
+    from polykv_proxy.engine import build  # noqa: PLC0415
+
+    request = build.BuildRequest(
+        cache=_settings(args).cache_path,
+        source=args.source,
+        jobs=args.jobs,
+        cmake_args=tuple(args.cmake_arg),
+        check=not args.no_check,
+    )
+    print(build.build(request).binary)
+    return 0
+
+
+def _engine_path(args: argparse.Namespace) -> int:
+    from polykv_proxy.engine import build  # noqa: PLC0415
+
+    engine = build.installed(_settings(args).cache_path)
+    print(engine.stock if args.stock else engine.binary)
+    return 0
+
+
+def _engine_check(args: argparse.Namespace) -> int:
+    from polykv_proxy.engine import build, model, prove  # noqa: PLC0415
+
+    settings = _settings(args)
+    binary = settings.engine.binary or build.installed(settings.cache_path).binary
+    proof = prove.prove(binary, settings.engine.model or model.ensure(settings.cache_path))
+    print(f"{binary}: {proof.tokens} tokens decoded, {proof.decode_tps:.0f} tokens/s")
+    return 0
+
+
+def _config_show(args: argparse.Namespace) -> int:
+    from polykv_proxy import config  # noqa: PLC0415
+
+    print(config.shown(_settings(args)), end="")
+    return 0

@@ -1,0 +1,349 @@
+"""Settings of one deployment: the only reader of the configuration file and of the environment.
+
+Precedence, highest first: command line, environment (``POLYKV_LISTEN``, ``POLYKV_ENGINE__PARALLEL``,
+lists as JSON), YAML file, default. Unknown keys are refused wherever they come from, because a
+misspelt limit that is silently ignored is worse than a refused start. A loaded value never changes.
+
+Units are in the key's name (``_s`` seconds, ``_bytes``) or in its docstring. ``config/polykv.yaml``
+lists every key with its default and ``config/schema.json`` is generated from this file
+(``python -m polykv_proxy.config > config/schema.json``); tests hold both to it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping  # noqa: TC003 (pydantic evaluates annotations)
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import yaml
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+from pydantic_settings import (
+    BaseSettings,
+    InitSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    SettingsError,
+)
+
+from polykv_proxy.errors import ConfigError
+
+ENV_PREFIX = "POLYKV_"
+ENV_CONFIG_FILE = "POLYKV_CONFIG"
+"""Names the configuration file where no ``--config`` is given; not a settings key."""
+
+MAX_SEQUENCES = 256
+"""Sequence ids of one llama.cpp context (``LLAMA_MAX_SEQ``), slots and pools together."""
+
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+PositiveSeconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class EngineSettings(_Section):
+    """The llama-server behind the proxy: ours to run, or somebody else's to attach to (``url``)."""
+
+    url: str | None = None
+    """Attach to a running engine: ``http://host:port`` or ``unix:/path/to.sock``. Unset: start one."""
+
+    binary: Path | None = None
+    """llama-server to start. Unset: the patched one that ``engine build`` installed (built on demand)."""
+
+    model: Path | None = None
+    """GGUF file to serve. Unset: the built-in model, SmolLM2-135M-Instruct (fetched on demand)."""
+
+    parallel: int = Field(default=4, ge=1, le=MAX_SEQUENCES)
+    """Slots: requests that run at the same time."""
+
+    ctx_size: int = Field(default=8192, ge=0)
+    """KV cells of the engine in tokens, shared by all slots and pools. 0: the model's training context."""
+
+    max_pools: int = Field(default=16, ge=0, lt=MAX_SEQUENCES)
+    """Prefix pools that may exist at once. 0 turns pools off and runs a stock llama-server too."""
+
+    args: tuple[str, ...] = ()
+    """Further llama-server arguments, one list item a word. Those that would break pools are refused."""
+
+    env: dict[str, SecretStr] = Field(default_factory=dict)
+    """Further environment variables of the engine, such as CUDA_VISIBLE_DEVICES."""
+
+    api_key: SecretStr | None = None
+    """Key that the engine demands and that the proxy's own calls carry. Unset: LLAMA_API_KEY, else none."""
+
+    log_dir: Path | None = None
+    """Folder of the engine's log files. Unset: the state folder."""
+
+    ready_timeout_s: PositiveSeconds = 600.0
+    """Seconds a starting engine has to load its model before it is stopped and tried again."""
+
+    restart_backoff_s: PositiveSeconds = 0.5
+    """Seconds before the first restart; doubles with each failure in a row."""
+
+    restart_backoff_max_s: PositiveSeconds = 60.0
+    """Longest wait in seconds between restarts; reached at once after the third quick failure in a row."""
+
+    stop_deadline_s: Seconds = 10.0
+    """Seconds between asking the engine to stop and killing it."""
+
+    @field_validator("url")
+    @classmethod
+    def _url_form(cls, value: str | None) -> str | None:
+        if value is not None and not value.startswith(("http://", "https://", "unix:/")):
+            raise ValueError("must be http://host:port or unix:/path/to.sock")
+        return value
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if self.parallel + self.max_pools > MAX_SEQUENCES:
+            raise ValueError(
+                f"parallel ({self.parallel}) + max_pools ({self.max_pools}) must be at most {MAX_SEQUENCES}, "
+                "the sequence ids of one llama.cpp context"
+            )
+        if self.restart_backoff_s > self.restart_backoff_max_s:
+            raise ValueError("restart_backoff_s must not exceed restart_backoff_max_s")
+        return self
+
+
+class QueueSettings(_Section):
+    """How requests wait for a slot."""
+
+    max_wait_s: Seconds = 60.0
+    """Longest wait in seconds for a free slot; then 503 with Retry-After."""
+
+    max_depth: int = Field(default=256, ge=0)
+    """Requests that may wait at once; one more is refused with 503. 0: nobody waits."""
+
+    hold_grace_s: Seconds = 10.0
+    """Seconds a request that cannot be streamed is held while the engine loads; then 503 with Retry-After."""
+
+    keepalive_s: PositiveSeconds = 10.0
+    """Seconds between keepalive comments on a stream that waits."""
+
+
+class LogSettings(_Section):
+    """The proxy's own log, on standard error."""
+
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least severe event that is written."""
+
+    format: Literal["console", "json"] = "console"
+    """``console`` for people, ``json`` for collectors: one object a line."""
+
+
+class Settings(BaseSettings):
+    """Everything a deployment decides. Build it with :func:`load`."""
+
+    model_config = SettingsConfigDict(
+        frozen=True,
+        extra="forbid",
+        env_prefix=ENV_PREFIX,
+        env_nested_delimiter="__",
+        use_attribute_docstrings=True,
+    )
+
+    listen: str = "127.0.0.1:8090"
+    """Address to serve on, ``host:port``; IPv6 as ``[::1]:8090``. Port 0 takes a free one."""
+
+    cache_dir: Path | None = None
+    """Built engines and models; safe to delete. Unset: ``$XDG_CACHE_HOME/polykv-proxy`` or
+    ``~/.cache/polykv-proxy``."""
+
+    state_dir: Path | None = None
+    """Engine records, logs and saved KV, one proxy each. Unset: ``$STATE_DIRECTORY``, else
+    ``$XDG_STATE_HOME/polykv-proxy`` or ``~/.local/state/polykv-proxy``."""
+
+    runtime_dir: Path | None = None
+    """The engine's socket. Unset: ``$RUNTIME_DIRECTORY``, else ``run`` in the state folder."""
+
+    admin_api_key: SecretStr | None = None
+    """Bearer key that the ``/polykv`` control routes demand. Unset: the engine's key, if there is one."""
+
+    max_body_bytes: int = Field(default=256 * 1024 * 1024, ge=1024)
+    """Largest request body in bytes; a larger one is answered with 413."""
+
+    drain_s: Seconds = 30.0
+    """Seconds that running requests may finish in after SIGTERM."""
+
+    metrics: bool = True
+    """Whether ``/metrics`` carries the proxy's own series beside the engine's."""
+
+    log: LogSettings = LogSettings()
+    queue: QueueSettings = QueueSettings()
+    engine: EngineSettings = EngineSettings()
+
+    @field_validator("listen")
+    @classmethod
+    def _listen_form(cls, value: str) -> str:
+        _split_address(value)
+        return value
+
+    @property
+    def listen_host(self) -> str:
+        """Host part of ``listen``, without brackets."""
+        return _split_address(self.listen)[0]
+
+    @property
+    def listen_port(self) -> int:
+        """Port part of ``listen``."""
+        return _split_address(self.listen)[1]
+
+    @property
+    def cache_path(self) -> Path:
+        """``cache_dir`` with its default filled in."""
+        return self.cache_dir or _xdg("XDG_CACHE_HOME", ".cache")
+
+    @property
+    def state_path(self) -> Path:
+        """``state_dir`` with its default filled in."""
+        return self.state_dir or _service_dir("STATE_DIRECTORY") or _xdg("XDG_STATE_HOME", ".local/state")
+
+    @property
+    def runtime_path(self) -> Path:
+        """``runtime_dir`` with its default filled in."""
+        return self.runtime_dir or _service_dir("RUNTIME_DIRECTORY") or self.state_path / "run"
+
+    @property
+    def engine_log_path(self) -> Path:
+        """``engine.log_dir`` with its default filled in."""
+        return self.engine.log_dir or self.state_path
+
+
+def load(
+    file: Path | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    env: Mapping[str, str] | None = None,
+) -> Settings:
+    """Read all sources and return the effective settings.
+
+    Args:
+        file: YAML file; ``None`` reads the one named by ``POLYKV_CONFIG``, or none.
+        overrides: nested values of the command line; they win over everything else.
+        env: names to check for misspelt ``POLYKV_`` variables; the process environment by default.
+
+    Raises:
+        ConfigError: a source cannot be read, or a key is unknown or has a value that cannot work. One
+            line, starting with the key path.
+    """
+    names = os.environ if env is None else env
+    _refuse_unknown_variables(names)
+    if file is None and names.get(ENV_CONFIG_FILE):
+        file = Path(names[ENV_CONFIG_FILE])
+    beneath = {} if file is None else _read_yaml(file)
+
+    class Layered(Settings):
+        @classmethod
+        def settings_customise_sources(
+            cls,
+            settings_cls: type[BaseSettings],
+            init_settings: PydanticBaseSettingsSource,
+            env_settings: PydanticBaseSettingsSource,
+            dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003 (the framework's signature)
+            file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+        ) -> tuple[PydanticBaseSettingsSource, ...]:
+            return init_settings, env_settings, InitSettingsSource(settings_cls, init_kwargs=beneath)
+
+    Layered.__name__ = Layered.__qualname__ = Settings.__name__
+    try:
+        settings = Layered(**(overrides or {}))
+    except ValidationError as error:
+        raise ConfigError(_one_line(error)) from None
+    except SettingsError as error:
+        raise ConfigError(f"environment: {error}; lists and mappings are written as JSON") from None
+    if settings.engine.api_key is None and names.get("LLAMA_API_KEY"):
+        # who protected llama-server by its own variable must not lose that by putting us in front
+        first = names["LLAMA_API_KEY"].split(",")[0]
+        engine = settings.engine.model_copy(update={"api_key": SecretStr(first)})
+        settings = settings.model_copy(update={"engine": engine})
+    return settings
+
+
+def shown(settings: Settings) -> str:
+    """The effective settings as YAML, secrets masked, folders that would be used filled in."""
+    values = settings.model_dump(mode="json")
+    values |= {
+        "cache_dir": str(settings.cache_path),
+        "state_dir": str(settings.state_path),
+        "runtime_dir": str(settings.runtime_path),
+    }
+    values["engine"]["log_dir"] = str(settings.engine_log_path)
+    text: str = yaml.safe_dump(values, sort_keys=False)
+    return text
+
+
+def json_schema() -> str:
+    """JSON Schema of the YAML file, as it stands in ``config/schema.json``."""
+    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **Settings.model_json_schema()}
+    return json.dumps(schema, indent=2) + "\n"
+
+
+def _split_address(address: str) -> tuple[str, int]:
+    host, colon, port = address.rpartition(":")
+    bracketed = host.startswith("[") and host.endswith("]")
+    if not colon or not host or (":" in host and not bracketed):
+        raise ValueError("must be host:port, with an IPv6 host in brackets")
+    if not (port.isascii() and port.isdigit() and int(port) <= 65535):
+        raise ValueError(f"port {port!r} is not a number from 0 to 65535")
+    return (host[1:-1] if bracketed else host), int(port)
+
+
+def _xdg(variable: str, fallback: str) -> Path:
+    base = os.environ.get(variable)
+    return (Path(base) if base else Path.home() / fallback) / "polykv-proxy"
+
+
+def _service_dir(variable: str) -> Path | None:
+    """Folder that systemd made for the unit; it passes several joined by colons, ours is the first."""
+    value = os.environ.get(variable)
+    return Path(value.split(":")[0]) if value else None
+
+
+def _refuse_unknown_variables(names: Mapping[str, str]) -> None:
+    # nested names are checked by the models; pydantic-settings overlooks unknown top-level ones
+    known = {ENV_PREFIX + field.upper() for field in Settings.model_fields}
+    for name in sorted(names):
+        upper = name.upper()
+        if upper.startswith(ENV_PREFIX) and upper != ENV_CONFIG_FILE and upper.split("__")[0] not in known:
+            raise ConfigError(f"environment: {name} is not a known setting")
+
+
+def _read_yaml(file: Path) -> dict[str, Any]:
+    try:
+        data = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be read: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file}: not valid YAML: {' '.join(str(error).split())}") from None
+    if data is None:
+        return {}
+    if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
+        raise ConfigError(f"{file}: must be a mapping of keys to values")
+    # an empty section (`queue:` with all its keys commented out) means its defaults
+    return {key: value for key, value in data.items() if value is not None}
+
+
+def _one_line(error: ValidationError) -> str:
+    problems = []
+    for item in error.errors(include_url=False, include_input=False):
+        path = ".".join(str(part) for part in item["loc"]) or "settings"
+        text = (
+            "unknown key" if item["type"] == "extra_forbidden" else item["msg"].removeprefix("Value error, ")
+        )
+        problems.append(f"{path}: {text}")
+    return "; ".join(problems)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json_schema())
