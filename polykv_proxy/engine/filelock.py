@@ -1,0 +1,49 @@
+"""Whole-file locks that the kernel drops when the last holder is gone, however it went."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+
+def try_lock(path: Path) -> int | None:
+    """Lock a file, creating it where needed.
+
+    Returns:
+        A descriptor that holds the lock until it and every copy of it are closed, or ``None`` where
+        somebody else holds it. A child that inherits the descriptor keeps the lock alive.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+@contextmanager
+def locked(path: Path, on_wait: Callable[[], None]) -> Iterator[None]:
+    """Hold the lock of a file; wait for it if need be, after saying so through ``on_wait``."""
+    descriptor = try_lock(path)
+    if descriptor is None:
+        on_wait()
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        except BaseException:
+            os.close(descriptor)
+            raise
+    try:
+        yield
+    finally:
+        os.close(descriptor)
