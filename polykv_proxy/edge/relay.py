@@ -1,0 +1,341 @@
+"""The splice: an engine's answer goes to the client in the very call that delivers it.
+
+Rule 1: bytes are not touched. Where both sides frame alike, chunk framing included, what was read is what
+is written: no task wakes up, nothing is queued, nothing is framed anew. The payload is looked at on the
+side.
+Rule 2: a slow client slows its engine connection down; a few reads at most wait in between.
+Rule 3: an answer that broke off looks broken. Either the connection ends without a proper end of the
+body, or the caller's ``on_truncated`` supplies a last event that says so, which is only ever put behind a
+complete event.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from time import monotonic
+from typing import TYPE_CHECKING, Protocol
+
+from polykv_proxy.edge.framing import LAST_CHUNK, ChunkedBody, chunk
+from polykv_proxy.edge.head import response_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from polykv_proxy.edge.exchange import Exchange
+    from polykv_proxy.edge.upstream_response import UpstreamResponse
+    from polykv_proxy.errors import EngineGoneError
+
+HOLD_LIMIT_BYTES = 256 * 1024
+"""Most bytes of an incomplete event kept back while ``on_truncated`` is set; a longer one is passed on."""
+
+_EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
+
+
+class Transform(Protocol):
+    """Changes a payload on its way, piece by piece."""
+
+    def feed(self, data: bytes) -> bytes:
+        """Take a piece; returns what can go out now."""
+
+    def finish(self) -> bytes:
+        """The payload is complete; returns what is left to go out."""
+
+
+@dataclass(slots=True)
+class RelayResult:
+    """What was relayed.
+
+    Attributes:
+        bytes: payload bytes received from the engine, without framing.
+        completed: the engine's body was complete.
+        first_byte_at: monotonic seconds of the first body byte; None when there was none.
+        last_byte_at: monotonic seconds of the last body byte; None when there was none.
+        events: SSE blocks that ended with an empty line, comments included; 0 for other bodies.
+        error: why the body is incomplete.
+    """
+
+    bytes: int = 0
+    completed: bool = False
+    first_byte_at: float | None = None
+    last_byte_at: float | None = None
+    events: int = 0
+    error: EngineGoneError | None = None
+
+
+async def relay(  # noqa: PLR0913 - one place for all that can be done to an answer
+    exchange: Exchange,
+    response: UpstreamResponse,
+    *,
+    add_headers: Iterable[tuple[bytes, bytes]] = (),
+    drop_headers: Iterable[bytes] = (),
+    observer: Callable[[bytes], object] | None = None,
+    transform: Transform | None = None,
+    on_truncated: Callable[[EngineGoneError], bytes | None] | None = None,
+) -> RelayResult:
+    """Answer an exchange with an engine's answer.
+
+    Args:
+        exchange: not answered yet.
+        response: its body not listened to yet.
+        add_headers: fields put behind the engine's.
+        drop_headers: lower-case names of fields to leave out, on top of the hop-by-hop ones.
+        observer: called with each piece of payload, synchronously; must be cheap.
+        transform: changes the payload; framing is made anew then.
+        on_truncated: called when an event stream breaks off; returns payload that ends the stream
+            properly (a last event), or None to break the client's transfer off too. While it is set,
+            an event is passed on when it is complete.
+
+    Returns:
+        What happened. A broken answer is not an exception here: the client has its share already.
+    """
+    splice = _Splice(exchange, response, observer, transform, on_truncated)
+    head = response.head
+    drop = frozenset(drop_headers)
+    plan = _plan(exchange, response, transformed=transform is not None)
+    if plan.length_goes:
+        drop |= {b"content-length"}
+    framing = plan.framing + exchange.start(delimited=plan.delimited)
+    exchange.chunked = plan.chunked
+    splice.prefix = response_bytes(head, add=add_headers, drop=drop, framing=framing)
+    return await splice.run(raw=plan.raw)
+
+
+async def relay_into_open_stream(
+    exchange: Exchange,
+    response: UpstreamResponse,
+    *,
+    observer: Callable[[bytes], object] | None = None,
+    transform: Transform | None = None,
+    on_truncated: Callable[[EngineGoneError], bytes | None] | None = None,
+) -> RelayResult:
+    """Put an engine's body into a stream that was opened earlier, and end it.
+
+    For requests that were held with keep-alive comments: status and headers went out long ago, so the
+    engine's are not passed on (the caller looks at ``response.head`` first). Arguments as in ``relay``.
+    """
+    if not exchange.started or exchange.responded:
+        raise RuntimeError("the exchange has no open stream")
+    splice = _Splice(exchange, response, observer, transform, on_truncated)
+    return await splice.run(raw=exchange.chunked and response.head.chunked and transform is None)
+
+
+@dataclass(slots=True, frozen=True)
+class _Plan:
+    """How a body is framed for the client."""
+
+    raw: bool
+    chunked: bool
+    delimited: bool
+    framing: bytes
+    length_goes: bool
+
+
+_AS_IS = _Plan(raw=True, chunked=False, delimited=True, framing=b"", length_goes=False)
+_NO_BODY = _Plan(raw=True, chunked=False, delimited=True, framing=b"", length_goes=True)
+_CLOSE = _Plan(raw=False, chunked=False, delimited=False, framing=b"", length_goes=True)
+_TE = b"Transfer-Encoding: chunked\r\n"
+_CHUNKS_AS_THEY_ARE = _Plan(raw=True, chunked=True, delimited=True, framing=_TE, length_goes=True)
+_CHUNKS = _Plan(raw=False, chunked=True, delimited=True, framing=_TE, length_goes=True)
+
+
+def _plan(exchange: Exchange, response: UpstreamResponse, *, transformed: bool) -> _Plan:
+    """Choose the client's framing.
+
+    1. no body: none; a length stays where it describes what GET would give (RFC 9110 section 8.6)
+    2. known length, payload untouched: the length
+    3. HTTP/1.0, which has no chunks: payload until the close
+    4. chunks, payload untouched: the chunks themselves
+    5. else: chunks of ours
+    """
+    head, request = response.head, exchange.head
+    if head.bodiless(request.method):
+        return _AS_IS if request.method == "HEAD" or head.status == 304 else _NO_BODY
+    if head.content_length is not None and not transformed:
+        return _AS_IS
+    if request.http_1_0:
+        return _CLOSE
+    return _CHUNKS_AS_THEY_ARE if head.chunked and not transformed else _CHUNKS
+
+
+class _Splice:
+    """One body on its way."""
+
+    __slots__ = (
+        "_body",
+        "_exchange",
+        "_held",
+        "_is_raw",
+        "_observer",
+        "_on_truncated",
+        "_pieces",
+        "_response",
+        "_result",
+        "_sse",
+        "_tail",
+        "_torn",
+        "_transform",
+        "_waiter",
+        "_write",
+        "prefix",
+    )
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        response: UpstreamResponse,
+        observer: Callable[[bytes], object] | None,
+        transform: Transform | None,
+        on_truncated: Callable[[EngineGoneError], bytes | None] | None,
+    ) -> None:
+        self._exchange = exchange
+        self._response = response
+        self._body = response.body
+        self._observer = observer
+        self._transform = transform
+        self._sse = (response.head.get(b"content-type") or b"").startswith(b"text/event-stream")
+        self._on_truncated = on_truncated if self._sse else None
+        self._result = RelayResult()
+        self._write = exchange.connection.write
+        self._waiter: asyncio.Future[None] | None = None
+        self._pieces: list[bytes] = []
+        self._held = b""
+        self._tail = b""  # last payload bytes, to know whether an event is complete
+        self._is_raw = True
+        self._torn = False  # a part of an event went out already
+        self.prefix = b""
+
+    async def run(self, *, raw: bool) -> RelayResult:
+        """Splice until the end of the body.
+
+        Args:
+            raw: the engine's framing is the client's.
+        """
+        connection = self._exchange.connection
+        listener: Callable[[bytes], None]
+        if not raw:
+            listener = self._reframed
+        elif self._on_truncated is None:
+            listener = self._raw
+        else:
+            listener = self._raw_events
+        self._is_raw = raw
+        self._body.sink = self._payload if raw else self._collect
+        connection.splice(self._response)
+        try:
+            self._response.listen(listener, self._end)
+            if not self._exchange.responded:
+                if self.prefix:  # no body byte is here yet; the head does not wait for one
+                    self._out(b"")
+                self._waiter = asyncio.get_running_loop().create_future()
+                await self._waiter
+            if connection.write_paused:
+                await connection.drain()
+        except BaseException:
+            self._response.abort()
+            raise
+        finally:
+            connection.splice(None)
+        return self._result
+
+    # -- what was read -----------------------------------------------------------------------------------
+
+    def _payload(self, payload: bytes) -> None:
+        """Account for payload that goes out within raw bytes."""
+        result = self._result
+        result.bytes += len(payload)
+        if self._sse:
+            result.events += payload.count(b"\n\n")
+            if self._on_truncated is not None:
+                self._tail = payload[-4:] if len(payload) > 3 else (self._tail + payload)[-4:]
+        if self._observer is not None:
+            self._observer(payload)
+
+    def _collect(self, payload: bytes) -> None:
+        self._pieces.append(payload)
+        self._payload(payload)
+
+    def _raw(self, data: bytes) -> None:
+        """The hot path."""
+        result = self._result
+        result.last_byte_at = now = monotonic()
+        if result.first_byte_at is None:
+            result.first_byte_at = now
+            data = self.prefix + data
+            self.prefix = b""
+        self._write(data)
+
+    def _raw_events(self, data: bytes) -> None:
+        """Raw bytes too, but only up to where a complete chunk ends a complete event."""
+        data = self._held + data if self._held else data
+        body = self._body
+        whole = body.done or (
+            isinstance(body, ChunkedBody) and body.between_chunks and self._tail.endswith(_EVENT_ENDS)
+        )
+        if whole or len(data) > HOLD_LIMIT_BYTES:
+            self._held = b""
+            self._torn = not whole
+            self._raw(data)
+        else:
+            self._held = data
+
+    def _reframed(self, _data: bytes) -> None:
+        """Payload in frames of ours."""
+        data = b"".join(self._pieces)
+        self._pieces.clear()
+        if self._transform is not None:
+            data = self._transform.feed(data)
+        if self._on_truncated is not None:
+            data = self._held + data
+            whole = self._body.done or data.endswith(_EVENT_ENDS)
+            if not whole and len(data) <= HOLD_LIMIT_BYTES:
+                self._held = data
+                return
+            self._held = b""
+            self._torn = not whole
+        if data:
+            self._raw(chunk(data) if self._exchange.chunked else data)
+
+    def _out(self, data: bytes) -> None:
+        """Write what is not the engine's, behind the head if that is still here."""
+        self._write(self.prefix + data)
+        self.prefix = b""
+
+    # -- the end -----------------------------------------------------------------------------------------
+
+    def _end(self, error: EngineGoneError | None) -> None:
+        exchange = self._exchange
+        self._result.error = error
+        self._result.completed = error is None
+        if not exchange.responded and not exchange.is_gone:
+            if error is None:
+                self._complete()
+            else:
+                self._truncate(error)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _complete(self) -> None:
+        rest = self._held + (self._transform.finish() if self._transform is not None else b"")
+        if not self._is_raw:
+            self._close_body(rest)
+        elif self.prefix:
+            self._out(b"")
+        self._exchange.finish()
+
+    def _truncate(self, error: EngineGoneError) -> None:
+        last = None
+        if self._on_truncated is not None and not self._torn:
+            last = self._on_truncated(error)
+        if last is None or (self._exchange.delimited and not self._exchange.chunked):
+            if self.prefix:
+                self._out(b"")
+            self._exchange.abort()
+            return
+        self._close_body(last)
+        self._exchange.finish()
+
+    def _close_body(self, payload: bytes) -> None:
+        if self._exchange.chunked:
+            payload = chunk(payload) + LAST_CHUNK
+        self._out(payload)
