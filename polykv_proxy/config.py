@@ -30,7 +30,7 @@ from pydantic import (
 )
 from pydantic_settings import (
     BaseSettings,
-    InitSettingsSource,
+    EnvSettingsSource,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
     SettingsError,
@@ -144,7 +144,7 @@ class LogSettings(_Section):
 
 
 class Settings(BaseSettings):
-    """Everything a deployment decides. Build it with :func:`load`."""
+    """Everything a deployment decides. :func:`load` reads the sources; the class by itself reads none."""
 
     model_config = SettingsConfigDict(
         frozen=True,
@@ -190,6 +190,18 @@ class Settings(BaseSettings):
         _split_address(value)
         return value
 
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],  # noqa: ARG003 (the framework's signature)
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+        dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+        file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """What the caller gives and nothing else, so that a test's settings are what it wrote."""
+        return (init_settings,)
+
     @property
     def listen_host(self) -> str:
         """Host part of ``listen``, without brackets."""
@@ -221,50 +233,31 @@ class Settings(BaseSettings):
         return self.engine.log_dir or self.state_path
 
 
-def load(
-    file: Path | None = None,
-    overrides: Mapping[str, Any] | None = None,
-    env: Mapping[str, str] | None = None,
-) -> Settings:
+def load(file: Path | None = None, overrides: Mapping[str, Any] | None = None) -> Settings:
     """Read all sources and return the effective settings.
 
     Args:
         file: YAML file; ``None`` reads the one named by ``POLYKV_CONFIG``, or none.
         overrides: nested values of the command line; they win over everything else.
-        env: names to check for misspelt ``POLYKV_`` variables; the process environment by default.
 
     Raises:
         ConfigError: a source cannot be read, or a key is unknown or has a value that cannot work. One
             line, starting with the key path.
     """
-    names = os.environ if env is None else env
-    _refuse_unknown_variables(names)
-    if file is None and names.get(ENV_CONFIG_FILE):
-        file = Path(names[ENV_CONFIG_FILE])
-    beneath = {} if file is None else _read_yaml(file)
-
-    class Layered(Settings):
-        @classmethod
-        def settings_customise_sources(
-            cls,
-            settings_cls: type[BaseSettings],
-            init_settings: PydanticBaseSettingsSource,
-            env_settings: PydanticBaseSettingsSource,
-            dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003 (the framework's signature)
-            file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
-        ) -> tuple[PydanticBaseSettingsSource, ...]:
-            return init_settings, env_settings, InitSettingsSource(settings_cls, init_kwargs=beneath)
-
-    Layered.__name__ = Layered.__qualname__ = Settings.__name__
+    _refuse_unknown_variables()
+    if file is None and os.environ.get(ENV_CONFIG_FILE):
+        file = Path(os.environ[ENV_CONFIG_FILE])
+    values = {} if file is None else _read_yaml(file)
     try:
-        settings = Layered(**(overrides or {}))
+        values = _merged(values, EnvSettingsSource(Settings)())
+        settings = Settings(**_merged(values, overrides or {}))
     except ValidationError as error:
         raise ConfigError(_one_line(error)) from None
     except SettingsError as error:
         raise ConfigError(f"environment: {error}; lists and mappings are written as JSON") from None
-    if settings.engine.api_key is None and names.get("LLAMA_API_KEY"):
+    if settings.engine.api_key is None and os.environ.get("LLAMA_API_KEY"):
         # who protected llama-server by its own variable must not lose that by putting us in front
-        first = names["LLAMA_API_KEY"].split(",")[0]
+        first = os.environ["LLAMA_API_KEY"].split(",")[0]
         engine = settings.engine.model_copy(update={"api_key": SecretStr(first)})
         settings = settings.model_copy(update={"engine": engine})
     return settings
@@ -310,13 +303,25 @@ def _service_dir(variable: str) -> Path | None:
     return Path(value.split(":")[0]) if value else None
 
 
-def _refuse_unknown_variables(names: Mapping[str, str]) -> None:
-    # nested names are checked by the models; pydantic-settings overlooks unknown top-level ones
+def _refuse_unknown_variables() -> None:
+    # nested names are checked as keys; pydantic-settings overlooks unknown top-level ones
     known = {ENV_PREFIX + field.upper() for field in Settings.model_fields}
-    for name in sorted(names):
+    for name in sorted(os.environ):
         upper = name.upper()
         if upper.startswith(ENV_PREFIX) and upper != ENV_CONFIG_FILE and upper.split("__")[0] not in known:
             raise ConfigError(f"environment: {name} is not a known setting")
+
+
+def _merged(beneath: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Both mappings in one, key by key inside sections; where both have a value ``above`` wins."""
+    both = dict(beneath)
+    for key, value in above.items():
+        under = both.get(key)
+        if isinstance(value, dict) and isinstance(under, dict):
+            both[key] = _merged(under, value)
+        else:
+            both[key] = value
+    return both
 
 
 def _read_yaml(file: Path) -> dict[str, Any]:

@@ -1,0 +1,29 @@
+"""Fixtures of the engine tests: the pinned source and what can be built from it."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from polykv_proxy import config
+from polykv_proxy.engine import source
+
+
+@pytest.fixture(scope="session")
+def cache():
+    """The build cache that `make` fills; tests fetch into it what is missing."""
+    return config.load().cache_path
+
+
+@pytest.fixture(scope="session")
+def upstream_tree(cache, tmp_path_factory):
+    """The pinned llama.cpp, pristine. Shared by all tests: copy it before changing anything."""
+    tree = tmp_path_factory.mktemp("upstream") / "llama.cpp"
+    source.unpack(source.read_series().pin, cache / "downloads", tree)
+    return tree
+
+
+@pytest.fixture
+def own_tree(upstream_tree, tmp_path):
+    """A copy of the pinned llama.cpp to change."""
+    return Path(shutil.copytree(upstream_tree, tmp_path / "tree", symlinks=True))

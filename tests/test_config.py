@@ -1,0 +1,239 @@
+"""Settings: precedence, refusals with the key path, and the two files that describe them."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from pydantic import SecretStr
+
+from polykv_proxy import config
+from polykv_proxy.errors import ConfigError
+
+ROOT = Path(__file__).parents[1]
+EXAMPLE = ROOT / "config" / "polykv.yaml"
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch):
+    """No variable of the machine reaches a test."""
+    for name in ("LLAMA_API_KEY", "STATE_DIRECTORY", "RUNTIME_DIRECTORY", "XDG_CACHE_HOME", "XDG_STATE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name in list(config.os.environ):
+        if name.upper().startswith("POLYKV_"):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Write a YAML file and return its path."""
+
+    def write(text):
+        file = tmp_path / "polykv.yaml"
+        file.write_text(text)
+        return file
+
+    return write
+
+
+def test_example_file_equals_the_defaults():
+    """The commented example tells the truth about every default."""
+    assert config.load(EXAMPLE) == config.load()
+
+
+def test_example_file_names_every_key():
+    """A key that is added to the settings must be documented there."""
+
+    def keys(values, prefix=""):
+        for key, value in values.items():
+            yield prefix + key
+            if isinstance(value, dict):
+                yield from keys(value, f"{prefix}{key}.")
+
+    assert set(keys(yaml.safe_load(EXAMPLE.read_text()))) == set(keys(config.load().model_dump()))
+
+
+def test_example_file_comments_every_key():
+    """No key of the example stands without a word above it."""
+    previous = ""
+    for line in EXAMPLE.read_text().splitlines():
+        is_key = line.strip() and not line.strip().startswith("#")
+        is_section = line.endswith(":")
+        if is_key and not is_section:
+            assert previous.strip().startswith("#"), line
+        previous = line
+
+
+def test_schema_file_is_current():
+    """Regenerate with ``python -m polykv_proxy.config > config/schema.json``."""
+    assert (ROOT / "config" / "schema.json").read_text() == config.json_schema()
+
+
+def test_schema_describes_every_key():
+    """Editors show the docstrings."""
+    schema = json.loads(config.json_schema())
+    sections = [schema, *schema["$defs"].values()]
+    undescribed = [
+        key
+        for section in sections
+        for key, entry in section["properties"].items()
+        if "description" not in entry and "$ref" not in entry
+    ]
+    assert undescribed == []
+
+
+def test_command_line_beats_environment_beats_file_beats_default(write, monkeypatch):
+    """One precedence, key by key, inside sections too."""
+    file = write("engine: {parallel: 2, max_pools: 2, ctx_size: 512}\nqueue: {max_depth: 7}\n")
+    monkeypatch.setenv("POLYKV_ENGINE__PARALLEL", "3")
+    monkeypatch.setenv("POLYKV_ENGINE__MAX_POOLS", "3")
+    settings = config.load(file, {"engine": {"parallel": 5}})
+    assert settings.engine.parallel == 5
+    assert settings.engine.max_pools == 3
+    assert settings.engine.ctx_size == 512
+    assert settings.queue.max_depth == 7
+    assert settings.queue.max_wait_s == 60.0
+
+
+def test_lists_from_the_environment_are_json(monkeypatch):
+    """One way to write a list in a variable."""
+    monkeypatch.setenv("POLYKV_ENGINE__ARGS", '["-ngl", "99"]')
+    assert config.load().engine.args == ("-ngl", "99")
+    monkeypatch.setenv("POLYKV_ENGINE__ARGS", "-ngl 99")
+    with pytest.raises(ConfigError, match=r"^environment: .*JSON"):
+        config.load()
+
+
+def test_file_named_by_the_environment(write, monkeypatch):
+    """``POLYKV_CONFIG`` stands in for ``--config``, as a unit file needs it."""
+    monkeypatch.setenv("POLYKV_CONFIG", str(write("drain_s: 3\n")))
+    assert config.load().drain_s == 3.0
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("listne: x", "listne: unknown key"),
+        ("engine: {paralel: 4}", "engine.paralel: unknown key"),
+        ("engine: {parallel: many}", "engine.parallel: Input should be a valid integer"),
+        (
+            "engine: {parallel: 200, max_pools: 57}",
+            r"engine: parallel \(200\) \+ max_pools \(57\) must be at most 256",
+        ),
+        ("engine: {url: 'ftp://x'}", "engine.url: must be http://host:port or unix:/path"),
+        ("engine: {restart_backoff_s: 90}", "engine: restart_backoff_s must not exceed"),
+        ("queue: {max_wait_s: -1}", "queue.max_wait_s: Input should be greater than or equal to 0"),
+        ("queue: {max_wait_s: .inf}", "queue.max_wait_s: Input should be a finite number"),
+        ("listen: '8090'", "listen: must be host:port"),
+        ("listen: '::1:8090'", "listen: must be host:port, with an IPv6 host in brackets"),
+        ("listen: localhost:99999", "listen: port '99999' is not a number from 0 to 65535"),
+        ("log: {format: xml}", "log.format: Input should be 'console' or 'json'"),
+        ("[1, 2]", "must be a mapping"),
+        ("a: [", "not valid YAML"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_the_key(write, text, message):
+    """One line that starts with the key path, or with the file where there is no key."""
+    with pytest.raises(ConfigError, match=message) as caught:
+        config.load(write(text))
+    assert "\n" not in caught.value.message
+
+
+def test_several_problems_are_told_at_once(write):
+    """Nobody should have to start a proxy five times to find five typos."""
+    with pytest.raises(ConfigError) as caught:
+        config.load(write("x: 1\nqueue: {y: 2}"))
+    assert caught.value.message == "queue.y: unknown key; x: unknown key"
+
+
+def test_missing_file_is_refused(tmp_path):
+    """A file that was asked for must be there."""
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        config.load(tmp_path / "none.yaml")
+
+
+@pytest.mark.parametrize("name", ["POLYKV_LISTNE", "POLYKV_ENGINE_PARALLEL", "polykv_foo"])
+def test_unknown_variables_are_refused(monkeypatch, name):
+    """A misspelt variable must not be ignored; one underscore too few is the usual way."""
+    monkeypatch.setenv(name, "1")
+    with pytest.raises(ConfigError, match=f"{name} is not a known setting"):
+        config.load()
+
+
+def test_unknown_nested_variable_is_refused(monkeypatch):
+    """Nested names are checked as keys."""
+    monkeypatch.setenv("POLYKV_ENGINE__PARALEL", "1")
+    with pytest.raises(ConfigError, match=r"engine\.paralel: unknown key"):
+        config.load()
+
+
+def test_an_empty_section_means_its_defaults(write):
+    """All keys of a section commented out leave ``queue:`` standing alone."""
+    assert config.load(write("queue:\n")) == config.load()
+    assert config.load(write("")) == config.load()
+
+
+def test_settings_do_not_change(write):
+    """Loaded once, the same for everyone."""
+    settings = config.load()
+    with pytest.raises(ValueError, match="frozen"):
+        settings.drain_s = 1
+    with pytest.raises(ValueError, match="frozen"):
+        settings.engine.parallel = 1
+
+
+def test_secrets_show_nowhere():
+    """Neither the shown configuration nor a repr tells a key or a variable's value."""
+    settings = config.load(
+        overrides={
+            "admin_api_key": "s3cret-a",
+            "engine": {"api_key": "s3cret-b", "env": {"HF_TOKEN": "s3cret-c"}},
+        }
+    )
+    assert "s3cret" not in config.shown(settings) + repr(settings) + str(settings)
+    assert settings.engine.env["HF_TOKEN"].get_secret_value() == "s3cret-c"
+    assert "HF_TOKEN" in config.shown(settings)
+
+
+def test_shown_settings_load_again(write):
+    """What is printed is a valid file (but for the masked secrets)."""
+    shown = config.shown(config.load())
+    assert config.shown(config.load(write(shown))) == shown
+
+
+def test_llama_api_key_is_the_engines_key_unless_one_is_set(monkeypatch):
+    """Who protected llama-server by its own variable stays protected."""
+    monkeypatch.setenv("LLAMA_API_KEY", "one,two")
+    assert config.load().engine.api_key == SecretStr("one")
+    assert config.load(overrides={"engine": {"api_key": "mine"}}).engine.api_key == SecretStr("mine")
+
+
+@pytest.mark.parametrize(
+    ("listen", "host", "port"),
+    [("127.0.0.1:8090", "127.0.0.1", 8090), ("[::1]:0", "::1", 0), ("example:80", "example", 80)],
+)
+def test_listen_is_split(listen, host, port):
+    """Host without brackets, port as a number."""
+    settings = config.load(overrides={"listen": listen})
+    assert (settings.listen_host, settings.listen_port) == (host, port)
+
+
+def test_folders_come_from_the_service_manager(monkeypatch, tmp_path):
+    """Under systemd the unit's folders are used without any configuration."""
+    monkeypatch.setenv("STATE_DIRECTORY", f"{tmp_path}/state:{tmp_path}/second")
+    monkeypatch.setenv("RUNTIME_DIRECTORY", f"{tmp_path}/run")
+    settings = config.load()
+    assert settings.state_path == tmp_path / "state"
+    assert settings.runtime_path == tmp_path / "run"
+    assert settings.engine_log_path == tmp_path / "state"
+
+
+def test_folders_default_to_the_users_own(monkeypatch, tmp_path):
+    """XDG variables are followed, home is the fallback."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    settings = config.load()
+    assert settings.cache_path == tmp_path / ".cache" / "polykv-proxy"
+    assert settings.state_path == tmp_path / ".local" / "state" / "polykv-proxy"
+    assert settings.runtime_path == settings.state_path / "run"
+    monkeypatch.setenv("XDG_CACHE_HOME", "/elsewhere")
+    assert settings.cache_path == Path("/elsewhere/polykv-proxy")
