@@ -35,6 +35,9 @@ class BodySource(Protocol):
     def content_length(self) -> int | None:
         """Bytes in all, or None when only the end will tell."""
 
+    def take_whole(self) -> bytes | None:
+        """All of it, if it is here already and nothing was read yet; it counts as read then."""
+
     async def read_chunk(self) -> bytes:
         """The next piece; empty at the end."""
 
@@ -50,6 +53,7 @@ class RequestBody:
         "_pieces",
         "_room",
         "_size",
+        "_touched",
         "_waiter",
         "content_length",
     )
@@ -61,6 +65,7 @@ class RequestBody:
         self._pieces: list[bytes] = []
         self._size = 0
         self._room = BODY_BUFFER_BYTES
+        self._touched = False  # a piece was handed out
         self._waiter: asyncio.Future[None] | None = None
         self._error: MalformedRequestError | None = None
         self._expected = head.expects_continue
@@ -98,8 +103,11 @@ class RequestBody:
             await self._more()
         if self._size > limit:
             raise BodyTooLargeError(f"the request body is larger than {limit} bytes")
-        pieces, self._pieces = self._pieces, []
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        return self._take_pieces()
+
+    def take_whole(self) -> bytes | None:
+        """The whole body, if it has arrived and nothing of it was read."""
+        return self._take_pieces() if self._framing.done and not self._touched else None
 
     async def read_chunk(self) -> bytes:
         """The next piece of payload, as it arrived; empty at the end.
@@ -111,10 +119,13 @@ class RequestBody:
             if self._framing.done:
                 return b""
             await self._more()
-        piece = b"".join(self._pieces)
-        self._pieces.clear()
+        return self._take_pieces()
+
+    def _take_pieces(self) -> bytes:
+        pieces, self._pieces = self._pieces, []
         self._size = 0
-        return piece
+        self._touched = True
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     async def _more(self) -> None:
         """Wait until something arrived."""

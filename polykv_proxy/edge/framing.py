@@ -166,6 +166,8 @@ class ChunkedBody(Body):
         self._line += data[pos:end]
         if len(self._line) > MAX_CHUNK_LINE_BYTES:
             raise FramingError("a chunk-size or trailer line is too long")
+        if self._state == _DATA_END and not b"\r\n".startswith(self._line):
+            raise FramingError("a chunk is longer than its size says")
         if newline >= 0:
             line, self._line = self._line, b""
             self._take_line(line)
@@ -181,8 +183,6 @@ class ChunkedBody(Body):
             self._remaining = int(match[1], 16)
             self._state = _DATA if self._remaining else _TRAILER
         elif self._state == _DATA_END:
-            if line != b"\r\n":
-                raise FramingError("a chunk is longer than its size says")
             self._state = _SIZE
         elif line == b"\r\n":
             self.done = True

@@ -81,8 +81,11 @@ class Address:
 
     def __str__(self) -> str:
         """The written form."""
-        place = f"unix:{self.unix_path}" if self.unix_path is not None else f"{self.host}:{self.port}"
-        return place + self.prefix.decode("latin-1")
+        prefix = self.prefix.decode("latin-1")
+        if self.unix_path is not None:
+            return f"unix:{self.unix_path}:{prefix}" if prefix else f"unix:{self.unix_path}"
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}{prefix}"
 
     async def dial(self) -> socket.socket:
         """See ``Dialer.dial``."""
@@ -177,8 +180,8 @@ class Upstream:
             method: request method.
             target: origin-form target; the address's prefix is put in front.
             headers: fields to send. Hop-by-hop ones, ``Expect`` and ``Content-Length`` are replaced.
-            body: all bytes, or a source to pass on while it arrives (sent on a fresh connection, since
-                what was passed on cannot be sent again).
+            body: all bytes, or a source to pass on while it arrives (on a fresh connection, since what
+                was passed on cannot be sent again, unless all of it is here already).
             named: further fields to leave out, lower case; those a client's ``Connection`` named.
             on_interim: gets heads with a 1xx status other than 101.
 
@@ -271,13 +274,14 @@ class Upstream:
 
 
 def _framing(method: str, body: bytes | BodySource, headers: Headers) -> tuple[bytes, bytes | BodySource]:
-    """The field line that frames a request body; a source known to be empty becomes just that."""
+    """The field line that frames a request body; a source that has arrived becomes its bytes."""
     if not isinstance(body, bytes):
-        if body.content_length is None:
-            return b"Transfer-Encoding: chunked\r\n", body
-        if body.content_length:
+        whole = body.take_whole()
+        if whole is None:
+            if body.content_length is None:
+                return b"Transfer-Encoding: chunked\r\n", body
             return b"Content-Length: %d\r\n" % body.content_length, body
-        body = b""
+        body = whole
     # Without a body a length is sent where one is expected or was sent to us (RFC 9110 section 8.6).
     if body or method in _BODY_METHODS or any(name.lower() == b"content-length" for name, _ in headers):
         return b"Content-Length: %d\r\n" % len(body), body

@@ -286,6 +286,7 @@ class UpstreamConnection(asyncio.Protocol):
     def abort(self) -> None:
         """Close at once."""
         self.reusable = False
+        self._owner.forget(self)
         self._stop_upload()
         if not self._lost:
             self.transport.abort()

@@ -1,0 +1,1 @@
+"""The data plane, tested with bytes on sockets."""
