@@ -120,14 +120,16 @@ class EngineSettings(_Section):
 class QueueSettings(_Section):
     """How requests wait for a slot."""
 
-    max_wait_s: Seconds = 60.0
-    """Longest wait in seconds for a free slot; then 503 with Retry-After."""
+    max_wait_s: Seconds = 600.0
+    """Longest wait in seconds for the engine and a free slot; then 503 while there is no engine, else 429,
+    both with Retry-After."""
 
-    max_depth: int = Field(default=256, ge=0)
-    """Requests that may wait at once; one more is refused with 503. 0: nobody waits."""
+    max_depth: int = Field(default=1024, ge=0)
+    """Requests that may wait at once; one more is refused with 429. 0: nobody waits."""
 
     hold_grace_s: Seconds = 10.0
-    """Seconds a request that cannot be streamed is held while the engine loads; then 503 with Retry-After."""
+    """Seconds before a stream that waits gets its head and keepalive comments. A refusal before that is a
+    real status, after it the stream's last event."""
 
     keepalive_s: PositiveSeconds = 10.0
     """Seconds between keepalive comments on a stream that waits."""
@@ -170,6 +172,14 @@ class Settings(BaseSettings):
 
     admin_api_key: SecretStr | None = None
     """Bearer key that the ``/polykv`` control routes demand. Unset: the engine's key, if there is one."""
+
+    share_across_keys: bool = False
+    """Whether callers with different API keys may share prefixes. Off: a pool serves only the key that
+    created it, because shared KV can be told apart by its speed."""
+
+    allowed_hosts: tuple[str, ...] = ()
+    """Host names, besides localhost and IP addresses, under which the ``/polykv`` routes may be called.
+    Guards a loopback service against web pages that point a name of theirs at it."""
 
     max_body_bytes: int = Field(default=256 * 1024 * 1024, ge=1024)
     """Largest request body in bytes; a larger one is answered with 413."""

@@ -12,6 +12,7 @@
     │   └── PrefixMismatchError     tokens differ where they must agree
     ├── DisabledError         501   pools are off (no patch, or ``--max-pools 0``)
     ├── UnavailableError      503   the engine cannot answer now; ``retry_after_s`` says when to ask again
+    │   ├── SaturatedError    429   the engine is fine but taken; the queue is full or took too long
     │   └── EngineGoneError         the engine died or its connection broke
     ├── ConfigError                 a configuration that cannot work; ``path`` is the key
     └── BuildError                  the engine could not be fetched, patched, built or proven
@@ -50,6 +51,12 @@ class PolyKVError(Exception):
     def message(self) -> str:
         """The sentence for people."""
         return str(self.args[0])
+
+    @property
+    def members(self) -> dict[str, object]:
+        """The members of an OpenAI-style error object."""
+        own = {"message": self.message, "type": self.type, "code": self.code, "param": self.param}
+        return {**own, **self.details}
 
 
 class BadRequestError(PolyKVError):
@@ -122,10 +129,24 @@ class UnavailableError(PolyKVError):
     code = "engine_unavailable"
 
     def __init__(
-        self, message: str, *, retry_after_s: int = 1, code: str | None = None, **details: object
+        self,
+        message: str,
+        *,
+        retry_after_s: int = 1,
+        code: str | None = None,
+        param: str | None = None,
+        **details: object,
     ) -> None:
-        super().__init__(message, code=code, **details)
+        super().__init__(message, code=code, param=param, **details)
         self.retry_after_s = max(1, retry_after_s)
+
+
+class SaturatedError(UnavailableError):
+    """Nothing is broken, but there is no room: the queue is full, or waiting took too long."""
+
+    status = 429
+    type = "pool_saturated"
+    code = "queue_full"
 
 
 class EngineGoneError(UnavailableError):

@@ -1,0 +1,208 @@
+"""Reading answers as they pass, and putting one block of ours into those that asked for it.
+
+The engine's usage figures are read from the event that carries them. The block goes, once, into the usage
+chunk if there is one, else into the chunk with the finish reason; into a plain JSON answer at its end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from polykv_proxy.api.families import Dialect
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from polykv_proxy.api.families import Family
+
+EVENT_LIMIT_BYTES = 64 * 1024 * 1024
+"""An event beyond this is passed on unread; the last event of ``/completion`` repeats the prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What the engine says a request took; None where it does not say."""
+
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    generated_tokens: int | None = None
+
+    @property
+    def context_tokens(self) -> int | None:
+        """Tokens of the conversation now."""
+        if self.prompt_tokens is None or self.generated_tokens is None:
+            return None
+        return self.prompt_tokens + self.generated_tokens
+
+
+def read_usage(document: dict[str, Any]) -> Usage:
+    """Usage in an answer or event of any dialect; ``timings`` are the engine's own and come first."""
+    timings = document.get("timings")
+    if isinstance(timings, dict) and "cache_n" in timings:
+        cached = timings["cache_n"]
+        return Usage(cached + timings["prompt_n"], cached, timings.get("predicted_n"))
+    inner = document.get("response") or document.get("message") or document
+    usage = inner.get("usage") if isinstance(inner, dict) else None
+    if not isinstance(usage, dict):
+        return Usage()
+    if "cache_read_input_tokens" in usage:  # Anthropic counts the two apart
+        cached = usage["cache_read_input_tokens"]
+        return Usage(cached + usage.get("input_tokens", 0), cached, usage.get("output_tokens"))
+    if "output_tokens" in usage and "input_tokens" not in usage:
+        return Usage(None, None, usage["output_tokens"])
+    details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
+    return Usage(
+        usage.get("prompt_tokens", usage.get("input_tokens")),
+        details.get("cached_tokens"),
+        usage.get("completion_tokens", usage.get("output_tokens")),
+    )
+
+
+def insert_member(document: bytes, name: str, value: object) -> bytes:
+    """A JSON object with one more member at its end; every other byte stays.
+
+    Args:
+        document: must end, whitespace aside, with the object's closing brace.
+        name: the member's name.
+        value: JSON-ready.
+    """
+    at = document.rstrip().rfind(b"}")
+    comma = b"" if document[:at].rstrip().endswith(b"{") else b","
+    member = msgspec.json.encode(name) + b":" + msgspec.json.encode(value)
+    return document[:at] + comma + member + document[at:]
+
+
+class AnswerReader:
+    """Follows one answer. Feed it the payload; it hands out what is to be sent.
+
+    Args:
+        family: the API.
+        stream: whether the answer is an event stream.
+        include_usage: whether the client asked for a usage chunk.
+        completions: how many answers the request asked for.
+        block: makes our block from the usage once it is known; None: nothing is put in.
+    """
+
+    def __init__(
+        self,
+        family: Family,
+        *,
+        stream: bool,
+        include_usage: bool = False,
+        completions: int = 1,
+        block: Callable[[Usage], dict[str, object]] | None = None,
+    ) -> None:
+        self.usage = Usage()
+        self._family = family
+        self._stream = stream
+        self._include_usage = include_usage
+        self._finishes_left = completions
+        self._block = block
+        self._held: list[bytes] = []
+        self._held_bytes = 0
+        self._done = False
+
+    @property
+    def writes(self) -> bool:
+        """Whether it puts something into the answer."""
+        return self._block is not None
+
+    def feed(self, data: bytes) -> bytes:
+        """Take payload; returns payload that is complete enough to go out."""
+        if self._done:
+            return data
+        if not self._stream:
+            self._held.append(data)
+            return b""
+        at = data.rfind(b"\n\n")
+        if at < 0 and self._held_bytes + len(data) < EVENT_LIMIT_BYTES:
+            self._held.append(data)
+            self._held_bytes += len(data)
+            return b""
+        at = len(data) - 2 if at < 0 else at
+        whole = b"".join((*self._held, data[: at + 2]))
+        rest = data[at + 2 :]
+        self._held = [rest] if rest else []
+        self._held_bytes = len(rest)
+        if not self._interesting(whole):
+            return whole
+        events = whole.split(b"\n\n")
+        return b"\n\n".join([*(self._event(event) for event in events[:-1]), events[-1]])
+
+    def finish(self) -> bytes:
+        """The payload is complete; returns the rest of it."""
+        rest = b"".join(self._held)
+        self._held = []
+        if self._stream or self._done or not rest:
+            return rest
+        document = _decode(rest)
+        if document is None or "error" in document:
+            return rest
+        self.usage = read_usage(document)
+        self._done = True
+        return rest if self._block is None else insert_member(rest, "opencoti", self._block(self.usage))
+
+    def observe(self, data: bytes) -> None:
+        """``feed`` for those who only want the usage."""
+        self.feed(data)
+
+    def _interesting(self, events: bytes) -> bool:
+        """A cheap look, so that the many events in the middle cost little."""
+        match self._family.dialect:
+            case Dialect.LLAMA:
+                return b'"stop":true' in events
+            case Dialect.OPENAI_CHAT | Dialect.OPENAI_TEXT:
+                return b'"timings":{' in events or b'"finish_reason":"' in events or b'"usage":{' in events
+            case Dialect.ANTHROPIC:
+                return b"event: message_start" in events or b"event: message_delta" in events
+            case Dialect.RESPONSES:
+                return b"event: response.completed" in events
+            case Dialect.OTHER:
+                return False
+
+    def _event(self, event: bytes) -> bytes:
+        start = event.find(b"{")
+        if self._done or start < 0 or not event[:start].rstrip().endswith(b"data:"):
+            return event
+        document = _decode(event[start:])
+        if document is None or "error" in document:
+            return event
+        found = read_usage(document)
+        self.usage = Usage(
+            self.usage.prompt_tokens if found.prompt_tokens is None else found.prompt_tokens,
+            self.usage.cached_tokens if found.cached_tokens is None else found.cached_tokens,
+            self.usage.generated_tokens if found.generated_tokens is None else found.generated_tokens,
+        )
+        if not self._is_last(document):
+            return event
+        self._done = True
+        return event if self._block is None else insert_member(event, "opencoti", self._block(self.usage))
+
+    def _is_last(self, document: dict[str, Any]) -> bool:
+        finished = False
+        match self._family.dialect:
+            case Dialect.LLAMA:
+                finished = document.get("stop") is True
+            case Dialect.OPENAI_CHAT if self._include_usage:
+                return document.get("choices") == [] and "usage" in document
+            case Dialect.OPENAI_CHAT | Dialect.OPENAI_TEXT:
+                finished = any(choice.get("finish_reason") for choice in document.get("choices", ()))
+            case Dialect.ANTHROPIC:
+                finished = document.get("type") == "message_delta"
+            case Dialect.RESPONSES:
+                finished = document.get("type") == "response.completed"
+            case Dialect.OTHER:
+                pass
+        self._finishes_left -= finished
+        return finished and self._finishes_left <= 0
+
+
+def _decode(raw: bytes) -> dict[str, Any] | None:
+    try:
+        document = msgspec.json.decode(raw)
+    except msgspec.DecodeError:
+        return None
+    return document if isinstance(document, dict) else None

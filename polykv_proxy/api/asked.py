@@ -1,0 +1,247 @@
+"""What a request asks for: its body is read once, as far as needed, and never rebuilt without cause.
+
+Members that are the engine's business are kept as raw bytes and looked at leniently: a wrong one is the
+engine's to refuse, in its own words. Members that are ours are read strictly, and stripped.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from xxhash import xxh3_64_intdigest
+
+from polykv_proxy.api.families import Dialect
+from polykv_proxy.core.types import as_tokens
+from polykv_proxy.errors import BadRequestError
+
+if TYPE_CHECKING:
+    from polykv_proxy.api.families import Family
+    from polykv_proxy.core.slots import Chain
+    from polykv_proxy.core.types import Tokens
+
+TEXT_LINK_BYTES = 256
+"""Plain prompts have no messages: their links are runs of this many bytes, a last partial one left out."""
+
+_VOLATILE = re.compile(rb"(x-anthropic-billing-header:[^\"]*?cch=)[0-9a-f]+")
+"""A marker that Claude Code changes with every request; the engine masks it too before it tokenizes."""
+
+OUR_KEYS = ("pool_id", "session_id", "shared_prefix_n_tokens", "shared_pool_slot", "opencoti")
+
+_Raw = msgspec.Raw | msgspec.UnsetType
+
+
+class _Body(msgspec.Struct):
+    pool_id: _Raw = msgspec.UNSET
+    session_id: _Raw = msgspec.UNSET
+    shared_prefix_n_tokens: _Raw = msgspec.UNSET
+    shared_pool_slot: _Raw = msgspec.UNSET
+    opencoti: _Raw = msgspec.UNSET
+    id_slot: _Raw = msgspec.UNSET
+    stream: _Raw = msgspec.UNSET
+    stream_options: _Raw = msgspec.UNSET
+    n: _Raw = msgspec.UNSET
+    n_cmpl: _Raw = msgspec.UNSET
+    cache_prompt: _Raw = msgspec.UNSET
+    metadata: _Raw = msgspec.UNSET
+    prompt: _Raw = msgspec.UNSET
+    messages: _Raw = msgspec.UNSET
+    input: _Raw = msgspec.UNSET
+    system: _Raw = msgspec.UNSET
+    instructions: _Raw = msgspec.UNSET
+    tools: _Raw = msgspec.UNSET
+    chat_template_kwargs: _Raw = msgspec.UNSET
+
+
+class _Ours(msgspec.Struct, forbid_unknown_fields=True):
+    pool_id: str | None = None
+    session_id: str | None = None
+    parent_session_id: str | None = None
+    shared_prefix_n_tokens: int | None = None
+    strict: bool = False
+    cache: bool = True
+    auto_match: bool = True
+    report: bool = True
+    lease_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A request's wishes."""
+
+    body: bytes
+    """What the engine gets: the client's bytes, or those without our members."""
+    ours: bool = False
+    """Whether it carried a PolyKV member or header."""
+    pool_id: str | None = None
+    session: str | None = None
+    shared_prefix_tokens: int | None = None
+    strict: bool = False
+    cache: bool = True
+    report: bool = True
+    stream: bool = False
+    include_usage: bool = False
+    completions: int = 1
+    many_prompts: bool = False
+    """A list of prompts: the engine runs each in a slot of its own choice."""
+    ignored_slot: bool = False
+    """The client chose a slot; slots are the proxy's."""
+    metadata: bytes | None = None
+    prompt: bytes | None = None
+    """Raw ``prompt`` member of a plain completion."""
+    chain: Chain = ()
+    structured: bool = True
+
+
+def read(body: bytes, family: Family, headers: dict[str, str]) -> Asked:
+    """Read a request body.
+
+    Args:
+        body: as received.
+        family: the API it came in on.
+        headers: the client's ``x-polykv-*`` headers, names in lower case.
+
+    Raises:
+        BadRequestError: a member of ours is wrong; ``param`` names it.
+    """
+    try:
+        parsed = msgspec.json.decode(body, type=_Body)
+    except msgspec.DecodeError:
+        parsed = _Body()  # not JSON, or no object: the engine's to refuse
+    ours = _ours(parsed, headers)
+    stripped = any(getattr(parsed, key) is not msgspec.UNSET for key in OUR_KEYS)
+    structured = family.count_path is not None
+    completions = _number(parsed.n) or _number(parsed.n_cmpl) or 1
+    return Asked(
+        body=_strip(body) if stripped else body,
+        ours=stripped or bool(headers),
+        pool_id=ours.pool_id,
+        session=ours.session_id,
+        shared_prefix_tokens=ours.shared_prefix_n_tokens,
+        strict=ours.strict,
+        cache=ours.cache and _bytes(parsed.cache_prompt) != b"false",
+        report=ours.report,
+        stream=_bytes(parsed.stream) == b"true",
+        include_usage=b"include_usage" in _bytes(parsed.stream_options)
+        and _object(parsed.stream_options).get("include_usage") is True,
+        completions=completions,
+        many_prompts=_is_list_of_prompts(parsed.prompt),
+        ignored_slot=_bytes(parsed.id_slot) not in (b"", b"null", b"-1"),
+        metadata=_bytes(parsed.metadata) or None,
+        prompt=_bytes(parsed.prompt) or None,
+        chain=_chain(parsed, family, structured=structured),
+        structured=structured,
+    )
+
+
+def prompt_tokens(raw: bytes) -> Tokens | str | None:
+    """A plain completion's prompt: its ids, its text, or None for the mixed and multimodal forms."""
+    try:
+        prompt = msgspec.json.decode(raw)
+    except msgspec.DecodeError:
+        return None
+    if isinstance(prompt, str):
+        return prompt
+    if isinstance(prompt, list) and prompt and all(type(item) is int for item in prompt):
+        try:
+            return as_tokens(prompt)
+        except OverflowError:
+            return None
+    return None
+
+
+def _ours(parsed: _Body, headers: dict[str, str]) -> _Ours:
+    """Our members, wherever they stand: the object, else the shorthands, else the headers."""
+    ours = _strict(parsed.opencoti, _Ours, "opencoti") or _Ours()
+    if ours.pool_id is None:
+        ours.pool_id = _strict(parsed.pool_id, str | None, "pool_id") or headers.get("x-polykv-pool")
+    if ours.session_id is None:
+        ours.session_id = _strict(parsed.session_id, str | None, "session_id")
+    if ours.shared_prefix_n_tokens is None:
+        ours.shared_prefix_n_tokens = _strict(
+            parsed.shared_prefix_n_tokens, int | None, "shared_prefix_n_tokens"
+        )
+    if ours.shared_prefix_n_tokens is not None and ours.shared_prefix_n_tokens < 0:
+        raise BadRequestError("shared_prefix_n_tokens must not be negative", param="shared_prefix_n_tokens")
+    if ours.session_id is not None and not (
+        0 < len(ours.session_id) <= 255 and ours.session_id.isprintable()
+    ):
+        raise BadRequestError("session_id must be 1 to 255 printable characters", param="session_id")
+    return ours
+
+
+def _strict(raw: _Raw, kind: Any, name: str) -> Any:
+    if isinstance(raw, msgspec.UnsetType):
+        return None
+    try:
+        return msgspec.json.decode(raw, type=kind)
+    except msgspec.DecodeError as error:
+        raise BadRequestError(f"{name}: {error}", param=name) from None
+
+
+def _strip(body: bytes) -> bytes:
+    """The body without our members; all other values keep their bytes."""
+    members = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    for key in OUR_KEYS:
+        members.pop(key, None)
+    return msgspec.json.encode(members)
+
+
+def _bytes(raw: _Raw) -> bytes:
+    return b"" if isinstance(raw, msgspec.UnsetType) else bytes(raw)
+
+
+def _object(raw: _Raw) -> dict[str, Any]:
+    value = None if isinstance(raw, msgspec.UnsetType) else msgspec.json.decode(raw)
+    return value if isinstance(value, dict) else {}
+
+
+def _number(raw: _Raw) -> int | None:
+    text = _bytes(raw)
+    return int(text) if text.isdigit() and len(text) < 6 else None
+
+
+def _is_list_of_prompts(raw: _Raw) -> bool:
+    text = _bytes(raw)
+    if not text.startswith(b"["):
+        return False
+    try:
+        items = msgspec.json.decode(text, type=list[msgspec.Raw])
+    except msgspec.DecodeError:
+        return False
+    # a list that mixes text and ids is one prompt; a list of texts, of lists or of objects is many
+    return bool(items) and all(bytes(item)[:1] in (b'"', b"[", b"{") for item in items)
+
+
+def _items(raw: _Raw) -> list[bytes]:
+    """Messages of a conversation; a bare string is one."""
+    text = _bytes(raw)
+    if not text.startswith(b"["):
+        return [text] if text else []
+    try:
+        return [bytes(item) for item in msgspec.json.decode(text, type=list[msgspec.Raw])]
+    except msgspec.DecodeError:
+        return []
+
+
+def _chain(parsed: _Body, family: Family, *, structured: bool) -> Chain:
+    if family.dialect is Dialect.OTHER:
+        return ()
+    if not structured:
+        return _text_chain(family.dialect.value.encode(), _bytes(parsed.prompt))
+    system = _VOLATILE.sub(rb"\1", _bytes(parsed.system))
+    rest = (parsed.instructions, parsed.tools, parsed.chat_template_kwargs)
+    links = [xxh3_64_intdigest(b"\0".join((family.dialect.value.encode(), system, *map(_bytes, rest))))]
+    links += [xxh3_64_intdigest(item) for item in _items(parsed.messages) + _items(parsed.input)]
+    return tuple(links)
+
+
+def _text_chain(kind: bytes, prompt: bytes) -> Chain:
+    prompt = prompt.rstrip(b'"]')  # the end of a string or list is not part of what goes on
+    whole = len(prompt) - len(prompt) % TEXT_LINK_BYTES
+    view = memoryview(prompt)
+    links = [xxh3_64_intdigest(kind)]
+    links += [xxh3_64_intdigest(view[at : at + TEXT_LINK_BYTES]) for at in range(0, whole, TEXT_LINK_BYTES)]
+    return tuple(links)

@@ -1,0 +1,287 @@
+"""The ``/polykv`` routes: pools and sessions as JSON over an in-process aiohttp application."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from aiohttp import web
+
+from polykv_proxy.api import views
+from polykv_proxy.api.identity import scope_of_keys
+from polykv_proxy.core.types import PoolId, Scope, as_tokens, common_prefix
+from polykv_proxy.errors import BadRequestError, NotFoundError, PolyKVError, UnavailableError
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from polykv_proxy.api.guard import Guard
+    from polykv_proxy.core.pools import PrefixPool
+    from polykv_proxy.core.types import Tokens
+    from polykv_proxy.runtime import Runtime
+
+MIN_POOL_TOKENS = 32
+"""Below this there is nothing worth sharing."""
+
+_CHAT_COUNT = "/v1/chat/completions/input_tokens"
+_PROBES = ("Aardvark", "zebra 7")
+"""Two texts without a common start: whatever two renderings agree on comes before them."""
+
+
+class PoolRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """Body of ``POST /polykv/pools``."""
+
+    tokens: list[int] | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: list[Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    n_tokens: int | None = None
+    pin: bool = False
+    label: str | None = None
+
+
+class ControlApi:
+    """The control plane's HTTP face.
+
+    Args:
+        runtime: what it drives.
+        guard: who may.
+        shared: whether callers with different keys share prefixes.
+    """
+
+    def __init__(self, runtime: Runtime, guard: Guard, *, shared: bool) -> None:
+        self._runtime = runtime
+        self._guard = guard
+        self._shared = shared
+
+    def application(self, max_body_bytes: int) -> web.Application:
+        """The routes, behind the guard and the error envelope."""
+        app = web.Application(middlewares=[self._envelope], client_max_size=max_body_bytes)
+        app.router.add_get("/polykv/pools", self.list_pools)
+        app.router.add_post("/polykv/pools", self.create_pool)
+        app.router.add_get("/polykv/pools/{pool_id}", self.show_pool)
+        app.router.add_delete("/polykv/pools/{pool_id}", self.release_pool)
+        app.router.add_post("/polykv/pools/{pool_id}/release", self.release_pool)
+        app.router.add_post("/polykv/pools/{pool_id}/pin", self.pin_pool)
+        app.router.add_post("/polykv/pools/{pool_id}/unpin", self.pin_pool)
+        app.router.add_get("/polykv/sessions", self.list_sessions)
+        app.router.add_post("/polykv/tokenize", self.tokenize)
+        return app
+
+    @web.middleware
+    async def _envelope(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        try:
+            self._guard.check(request.method, request.headers)
+            return await handler(request)
+        except PolyKVError as error:
+            return _error(error)
+        except web.HTTPException as error:
+            if error.status < 400:
+                raise
+            code = {404: "route_not_found", 405: "method_not_allowed", 413: "body_too_large"}.get(
+                error.status
+            )
+            answer = PolyKVError(f"{request.method} {request.path}: {error.reason}", code=code)
+            answer.status, answer.type = error.status, "invalid_request_error"
+            return _error(answer)
+
+    # -- pools -------------------------------------------------------------------------------------------
+
+    async def create_pool(self, request: web.Request) -> web.Response:
+        """``POST /polykv/pools``: 201 with a new pool, 200 with the one that holds this content already."""
+        self._runtime.plane.require_pools()
+        wanted = await _read(request, PoolRequest)
+        tokens, full = await self._prefix(wanted)
+        if wanted.n_tokens is not None:
+            if wanted.n_tokens < 1:
+                raise BadRequestError("n_tokens must be positive", param="n_tokens")
+            tokens = tokens[: wanted.n_tokens]
+        pool, created, work = await self._runtime.create_pool(
+            tokens, self._scope(request), label=wanted.label, pin=wanted.pin
+        )
+        answer: dict[str, Any] = {
+            "pool_id": pool.pool_id,
+            "prefix_len": pool.prefix_len,
+            "parent": None if pool.parent is None else pool.parent.pool_id,
+            "branch_pos": pool.branch_pos,
+            "created": created,
+            "pinned": pool.pinned,
+            "label": pool.label,
+            "prompt_tokens_computed": work.timings.prompt_n if created and work is not None else 0,
+        }
+        if full is not None:
+            answer["shared_probe_tokens"] = shared = common_prefix(full, pool.tokens)
+            if shared == 0:
+                answer["warning"] = "a chat rendered against this pool shares nothing with it"
+        return _json(answer, status=201 if created else 200)
+
+    async def _prefix(self, wanted: PoolRequest) -> tuple[Tokens, Tokens | None]:
+        """The tokens of a pool, and those of a probe chat rendered against it (for ``messages``)."""
+        given = [name for name in ("tokens", "prompt", "messages") if getattr(wanted, name) is not None]
+        if len(given) != 1:
+            raise BadRequestError(
+                "give exactly one of tokens, prompt and messages", param=(given or ["tokens"])[0]
+            )
+        if wanted.messages is not None:
+            return await self._poolable_prefix(wanted)
+        if wanted.prompt is not None:
+            if not wanted.prompt:
+                raise BadRequestError("prompt must not be empty", param="prompt")
+            return await self._runtime.client.tokenize(wanted.prompt), None
+        assert wanted.tokens is not None
+        if not wanted.tokens or min(wanted.tokens) < 0:
+            raise BadRequestError("tokens must be token ids, at least one", param="tokens")
+        try:
+            return as_tokens(wanted.tokens), None
+        except OverflowError:
+            raise BadRequestError("tokens must be token ids", param="tokens") from None
+
+    async def _poolable_prefix(self, wanted: PoolRequest) -> tuple[Tokens, Tokens]:
+        """What chats that begin with these messages have in common, found by rendering two of them.
+
+        A system block is not always a prefix by itself: templates put tools into the first user turn, or
+        look at the last message. Two complete renderings with different last messages tell the truth.
+        """
+        assert wanted.messages is not None
+        if not wanted.messages:
+            raise BadRequestError("messages must not be empty", param="messages")
+
+        def ending(text: str) -> list[dict[str, Any]]:
+            if wanted.messages and wanted.messages[-1].get("role") in ("user", "tool"):
+                # two user turns in a row are an error in some templates; an assistant's at the end would
+                # be taken for an answer to go on with
+                return [{"role": "assistant", "content": text}, {"role": "user", "content": "Go on."}]
+            return [{"role": "user", "content": text}]
+
+        one, other = [await self._render(wanted, ending(text)) for text in _PROBES]
+        shared = common_prefix(one, other)
+        if shared < MIN_POOL_TOKENS:
+            raise BadRequestError(
+                f"these messages have {shared} tokens to share; a pool needs {MIN_POOL_TOKENS}",
+                code="prefix_too_short",
+                param="messages",
+                common_tokens=shared,
+            )
+        return one[:shared], one
+
+    async def _render(self, wanted: PoolRequest, ending: list[dict[str, Any]]) -> Tokens:
+        messages = [*(wanted.messages or []), *ending]
+        chat: dict[str, Any] = {"messages": messages, "add_generation_prompt": False}
+        if wanted.tools is not None:
+            chat["tools"] = wanted.tools
+        if wanted.chat_template_kwargs is not None:
+            chat["chat_template_kwargs"] = wanted.chat_template_kwargs
+        return await self._runtime.client.count_tokens(_CHAT_COUNT, msgspec.json.encode(chat))
+
+    async def list_pools(self, request: web.Request) -> web.Response:
+        """``GET /polykv/pools``: every pool, and where all used cells are."""
+        self._runtime.plane.require_pools()
+        await self._runtime.sample()
+        return _json(views.pools(self._runtime.plane, self._sees(request)))
+
+    async def show_pool(self, request: web.Request) -> web.Response:
+        """``GET /polykv/pools/{id}``: one pool and what is below it."""
+        pool = self._pool(request)
+        await self._runtime.sample()
+        view = views.pool_view(self._runtime.plane, pool)
+        view["subtree"] = [
+            views.pool_view(self._runtime.plane, each) for each in pool.subtree() if each is not pool
+        ]
+        return _json(view)
+
+    async def pin_pool(self, request: web.Request) -> web.Response:
+        """``POST /polykv/pools/{id}/pin`` and ``/unpin``; idempotent."""
+        pool = self._pool(request)
+        pool.pinned = request.path.endswith("/pin")
+        return _json({"pool_id": pool.pool_id, "pinned": pool.pinned})
+
+    async def release_pool(self, request: web.Request) -> web.Response:
+        """``DELETE /polykv/pools/{id}`` and ``POST …/release``; again is no error."""
+        self._runtime.plane.require_pools()
+        pool_id = PoolId(request.match_info["pool_id"])
+        pool = self._runtime.plane.find_pool(pool_id, self._sees(request))
+        if pool is None:
+            if self._runtime.plane.tree.was_released(pool_id):
+                return _json({"pool_id": pool_id, "already_released": True, "cells_freed": 0})
+            raise NotFoundError(f"pool {pool_id} does not exist", code="pool_not_found", param="pool_id")
+        recursive = request.query.get("recursive") in ("1", "true")
+        gone, freed = await self._runtime.release_pool(pool, recursive=recursive)
+        await self._runtime.sample(max_age_s=0.0)
+        owned = self._runtime.plane.ownership
+        names = {each.pool_id for each in gone}
+        still = [] if owned is None else [rest for rest in owned.draining if rest.pool_id in names]
+        return _json(
+            {
+                "pool_id": pool_id,
+                "released": [each.pool_id for each in gone],
+                "cells_freed": freed,
+                "cells_draining": sum(rest.cells for rest in still),
+                "holders": sum(rest.holders for rest in still),
+            }
+        )
+
+    # -- sessions, tokens --------------------------------------------------------------------------------
+
+    async def list_sessions(self, request: web.Request) -> web.Response:
+        """``GET /polykv/sessions``."""
+        await self._runtime.sample()
+        return _json(views.sessions(self._runtime.plane, self._sees(request)))
+
+    async def tokenize(self, request: web.Request) -> web.Response:
+        """``POST /polykv/tokenize``: exact ids of a prompt, or the poolable prefix of messages."""
+        self._runtime.plane.require_pools()
+        wanted = await _read(request, PoolRequest)
+        tokens, full = await self._prefix(wanted)
+        pool_id = self._runtime.plane.pool_id_of(tokens, self._scope(request))
+        return _json(
+            {
+                "tokens": list(tokens),
+                "n_tokens": len(tokens),
+                "pool_id": pool_id,
+                "probe_tokens": None if full is None else len(full),
+            }
+        )
+
+    # -- who ---------------------------------------------------------------------------------------------
+
+    def _scope(self, request: web.Request) -> Scope:
+        """Whose pools these are: those of the client key that was sent, not of the admin key."""
+        bearer = (
+            None if self._guard.is_admin_bearer(request.headers) else request.headers.get("Authorization")
+        )
+        return scope_of_keys(request.headers.get("X-Api-Key"), bearer, shared=self._shared)
+
+    def _sees(self, request: web.Request) -> Scope | None:
+        """What may be seen: everything with the admin key, else what the own key shares."""
+        return None if self._guard.is_admin(request.headers) else self._scope(request)
+
+    def _pool(self, request: web.Request) -> PrefixPool:
+        self._runtime.plane.require_pools()
+        return self._runtime.plane.need_pool(PoolId(request.match_info["pool_id"]), self._sees(request))
+
+
+async def _read(request: web.Request, kind: type[PoolRequest]) -> PoolRequest:
+    raw = await request.read()
+    try:
+        return msgspec.json.decode(raw, type=kind)
+    except msgspec.ValidationError as error:
+        text, _, path = str(error).partition(" - at `$")
+        raise BadRequestError(text, param=path.strip("`.") or None) from None
+    except msgspec.DecodeError as error:
+        raise BadRequestError(f"not valid JSON: {error}") from None
+
+
+def _json(document: dict[str, Any], *, status: int = 200) -> web.Response:
+    return web.Response(
+        body=msgspec.json.encode(document), status=status, content_type="application/json", charset="utf-8"
+    )
+
+
+def _error(error: PolyKVError) -> web.Response:
+    answer = _json({"error": error.members}, status=error.status)
+    if isinstance(error, UnavailableError):
+        answer.headers["Retry-After"] = str(error.retry_after_s)
+    return answer

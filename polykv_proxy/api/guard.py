@@ -1,0 +1,107 @@
+"""Who may drive the control plane.
+
+A service on a loopback address is reachable from every web page that its user opens. So the ``/polykv``
+routes look at the Host that was asked for (a page can point a name of its own at 127.0.0.1), at the Origin
+of the page, and, before anything changes, at the content type (a form cannot send JSON).
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from polykv_proxy.errors import ForbiddenError, PolyKVError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+ADMIN_HEADER = "X-Polykv-Admin-Key"
+_SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
+
+
+class UnauthorizedError(PolyKVError):
+    """The control routes demand a key."""
+
+    status = 401
+    type = "authentication_error"
+    code = "admin_key_required"
+
+
+class WrongContentTypeError(PolyKVError):
+    """Something else than JSON where state would change."""
+
+    status = 415
+    type = "invalid_request_error"
+    code = "json_required"
+
+
+class Guard:
+    """Decides about one request from its method and headers.
+
+    Args:
+        admin_key: the key that is demanded, if any.
+        hosts: names, besides localhost and IP addresses, that are ours.
+    """
+
+    def __init__(self, admin_key: str | None, hosts: Iterable[str]) -> None:
+        self._admin_key = admin_key
+        self._hosts = frozenset(host.lower() for host in hosts) | {"localhost"}
+
+    def check(self, method: str, headers: Mapping[str, str]) -> None:
+        """Let the request pass, or say why not.
+
+        Raises:
+            ForbiddenError: a Host that is not ours, or a foreign page.
+            WrongContentTypeError: state would change and the body is not declared as JSON.
+            UnauthorizedError: the key is missing or wrong.
+        """
+        host = headers.get("Host", "")
+        if not self._is_ours(host):
+            raise ForbiddenError(f"Host {host!r} is not one of this service's", code="foreign_host")
+        origin = headers.get("Origin")
+        if origin is not None and urlsplit(origin).netloc.lower() != host.lower():
+            raise ForbiddenError(f"pages of {origin} may not use these routes", code="foreign_origin")
+        if method not in _SAFE_METHODS and method != "DELETE":
+            kind = headers.get("Content-Type", "").partition(";")[0].strip().lower()
+            if kind != "application/json":
+                raise WrongContentTypeError("send Content-Type: application/json")
+        self.require_admin(headers)
+
+    def require_admin(self, headers: Mapping[str, str]) -> None:
+        """Demand the admin key, where one is configured.
+
+        Raises:
+            UnauthorizedError: it is missing or wrong.
+        """
+        if self._admin_key is not None and not self.is_admin(headers):
+            raise UnauthorizedError(f"send the admin key as a bearer token or in {ADMIN_HEADER}")
+
+    def is_admin(self, headers: Mapping[str, str]) -> bool:
+        """Whether the admin key was presented; never true where none is configured."""
+        if self._admin_key is None:
+            return False
+        given = (headers.get(ADMIN_HEADER, ""), self._bearer(headers))
+        return any(hmac.compare_digest(key.encode(), self._admin_key.encode()) for key in given)
+
+    def is_admin_bearer(self, headers: Mapping[str, str]) -> bool:
+        """Whether the bearer token is the admin key, and so no client's key."""
+        return self._admin_key is not None and hmac.compare_digest(
+            self._bearer(headers).encode(), self._admin_key.encode()
+        )
+
+    @staticmethod
+    def _bearer(headers: Mapping[str, str]) -> str:
+        scheme, _, token = headers.get("Authorization", "").partition(" ")
+        return token.strip() if scheme.lower() == "bearer" else ""
+
+    def _is_ours(self, host: str) -> bool:
+        name = urlsplit(f"//{host}").hostname or ""
+        if name in self._hosts:
+            return True
+        try:
+            ipaddress.ip_address(name)
+        except ValueError:
+            return False
+        return True

@@ -1,0 +1,87 @@
+"""Waiting on a client's behalf: silent at first, then with keepalive comments where it is a stream.
+
+A refusal within the grace time is a real status. Once a stream's head went out the status is spent, and
+a refusal becomes the last event of the stream, in the form of its API.
+"""
+
+from __future__ import annotations
+
+from time import monotonic
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from polykv_proxy.api.families import Family
+    from polykv_proxy.config import QueueSettings
+    from polykv_proxy.edge.exchange import Exchange
+    from polykv_proxy.edge.head import Headers
+    from polykv_proxy.errors import PolyKVError
+
+T = TypeVar("T")
+
+KEEPALIVE = b":\n\n"
+"""A comment, which parsers of event streams skip; the engine's own pings look the same."""
+
+STREAM_HEADERS: Headers = [
+    (b"Content-Type", b"text/event-stream"),
+    (b"Cache-Control", b"no-cache"),
+    (b"X-Accel-Buffering", b"no"),
+]
+
+
+class Hold:
+    """One request's patience.
+
+    Args:
+        exchange: the request.
+        family: its API.
+        stream: whether its answer is a stream, so that comments can be sent.
+        settings: how long.
+    """
+
+    def __init__(self, exchange: Exchange, family: Family, settings: QueueSettings, *, stream: bool) -> None:
+        self.opened = False
+        """Whether the stream's head went out."""
+        self._exchange = exchange
+        self._family = family
+        self._stream = stream
+        self._grace_at = exchange.arrived_at + settings.hold_grace_s
+        self._expires_at = exchange.arrived_at + settings.max_wait_s
+        self._keepalive_s = settings.keepalive_s
+
+    async def until(
+        self, wait: Callable[[float], Awaitable[T | None]], expired: Callable[[], Exception]
+    ) -> T:
+        """Wait until ``wait`` yields something.
+
+        Args:
+            wait: waits up to so many seconds; None when there is nothing yet.
+            expired: makes the error for a wait that took too long.
+        """
+        while True:
+            now = monotonic()
+            pause = (
+                self._keepalive_s if self.opened else (self._grace_at if self._stream else now + 60.0) - now
+            )
+            got = await wait(max(0.0, min(pause, self._expires_at - now)))
+            if got is not None:
+                return got
+            now = monotonic()
+            if now >= self._expires_at:
+                raise expired()
+            if self.opened:
+                await self._exchange.write(KEEPALIVE)
+            elif self._stream and now >= self._grace_at:
+                await self._exchange.open_stream(200, STREAM_HEADERS)
+                await self._exchange.write(KEEPALIVE)
+                self.opened = True
+
+    async def fail(self, error: PolyKVError) -> None:
+        """End an opened stream with an error event."""
+        await self.fail_with(error.members)
+
+    async def fail_with(self, members: dict[str, object]) -> None:
+        """End an opened stream with an error event of these members."""
+        await self._exchange.write(self._family.error_event(members))
+        await self._exchange.end_stream()

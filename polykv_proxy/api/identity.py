@@ -1,0 +1,110 @@
+"""Who is asking: the scope of their key, and the name they give to their conversation.
+
+A name is a hint. A wrong or forged one may cost speed; it never opens another key's KV, because scope comes
+from the key alone and the engine compares tokens before it reuses anything.
+"""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from polykv_proxy.core.types import Scope
+
+if TYPE_CHECKING:
+    from polykv_proxy.edge.head import RequestHead
+
+MAX_NAME_CHARS = 255
+
+SESSION_HEADERS = (
+    b"x-polykv-session",
+    b"x-session-id",
+    b"x-session-affinity",
+    # coding agents: a sub-agent's own id comes before its session's
+    b"x-claude-code-agent-id",
+    b"x-claude-code-session-id",
+    b"thread-id",
+    b"session-id",
+    b"x-dynamo-session-id",
+    b"agent-session-id",
+    b"x-client-session-id",
+    b"x-interaction-id",
+    b"x-kilocode-taskid",
+    b"x-amp-thread-id",
+    b"x-cagent-session-id",
+    b"x-affinity",
+    b"x-grok-conv-id",
+    b"x-litellm-session-id",
+    b"helicone-session-id",
+)
+"""Headers that name a conversation, the first present one counts."""
+
+_METADATA_KEYS = ("session_id", "thread_id", "conversation_id")
+
+
+def scope_of(head: RequestHead, *, shared: bool) -> Scope:
+    """Scope of a data-plane request; see ``scope_of_keys``."""
+    return scope_of_keys(head.get_text(b"x-api-key"), head.get_text(b"authorization"), shared=shared)
+
+
+def scope_of_keys(api_key: str | None, authorization: str | None, *, shared: bool) -> Scope:
+    """Digest of the caller's API key, or the one scope of all callers.
+
+    Args:
+        api_key: the ``X-Api-Key`` header.
+        authorization: the ``Authorization`` header; only bearer tokens count.
+        shared: whether callers with different keys may share prefixes.
+    """
+    if shared:
+        return Scope("")
+    key = api_key
+    if key is None:
+        scheme, _, token = (authorization or "").partition(" ")
+        key = token.strip() if scheme.lower() == "bearer" else ""
+    if not key:
+        return Scope("")
+    return Scope(blake2b(key.encode(), digest_size=16, person=b"polykv-scope").hexdigest())
+
+
+def session_name(head: RequestHead, field: str | None, metadata: bytes | None) -> str | None:
+    """The client's name for this conversation.
+
+    Args:
+        head: the request.
+        field: ``session_id`` of the body, if given; it comes first.
+        metadata: the body's raw ``metadata`` member, if any; it comes last.
+    """
+    if field is not None:
+        return field
+    for name in SESSION_HEADERS:
+        value = head.get_text(name)
+        if value and (clean := _clean(value)):
+            return clean
+    return _from_metadata(metadata) if metadata else None
+
+
+def _from_metadata(raw: bytes) -> str | None:
+    try:
+        metadata = msgspec.json.decode(raw)
+    except msgspec.DecodeError:
+        return None
+    if not isinstance(metadata, dict):
+        return None
+    for key in _METADATA_KEYS:
+        if isinstance(metadata.get(key), str) and (clean := _clean(metadata[key])):
+            return clean
+    user = metadata.get("user_id")
+    if not isinstance(user, str):
+        return None
+    if user.startswith("{"):  # Claude Code: a JSON document in a string
+        return _from_metadata(user.encode())
+    _, found, session = user.rpartition("_session_")  # its older form
+    return _clean(session) if found else None
+
+
+def _clean(value: str) -> str | None:
+    """A name fit for logs and headers, or None."""
+    value = value.strip()
+    return value if 0 < len(value) <= MAX_NAME_CHARS and value.isprintable() else None

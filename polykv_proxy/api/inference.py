@@ -1,0 +1,315 @@
+"""Requests that run in a slot: read, place, attach, splice.
+
+1. Read the body once; wait for an engine if none serves yet.
+2. With a pool: get the prompt's exact tokens from the engine and plan how far it can ride.
+3. Wait for a slot; the engine never queues.
+4. Send the client's bytes with our pins as headers; splice the answer.
+5. Give the slot back, whatever happened.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from time import monotonic
+from typing import TYPE_CHECKING
+
+import msgspec
+import structlog
+
+from polykv_proxy.api import asked as asking
+from polykv_proxy.api.answer import AnswerReader
+from polykv_proxy.api.hold import Hold
+from polykv_proxy.api.identity import scope_of, session_name
+from polykv_proxy.core.slots import Ask, Content
+from polykv_proxy.core.types import Capability, PoolId
+from polykv_proxy.edge.relay import RelayResult, relay, relay_into_open_stream
+from polykv_proxy.errors import BadRequestError, PolyKVError, SaturatedError, UnavailableError
+
+if TYPE_CHECKING:
+    from polykv_proxy.api.answer import Usage
+    from polykv_proxy.api.asked import Asked
+    from polykv_proxy.api.families import Family
+    from polykv_proxy.config import Settings
+    from polykv_proxy.core.plane import AttachPlan, Lease
+    from polykv_proxy.core.types import Scope, Tokens
+    from polykv_proxy.edge.exchange import Exchange
+    from polykv_proxy.edge.head import Headers, RequestHead
+    from polykv_proxy.edge.upstream import Upstream
+    from polykv_proxy.edge.upstream_response import UpstreamResponse
+    from polykv_proxy.errors import EngineGoneError
+    from polykv_proxy.runtime import Runtime
+
+log = structlog.get_logger(__name__)
+
+OUR_HEADER_PREFIX = b"x-polykv-"
+ERROR_BODY_BYTES = 1024 * 1024
+
+
+@dataclass(slots=True)
+class _Work:
+    """One request on its way."""
+
+    exchange: Exchange
+    family: Family
+    asked: Asked
+    scope: Scope
+    hold: Hold
+    plan: AttachPlan | None = None
+    pool_unknown: bool = False
+    lease: Lease | None = None
+
+
+class Inference:
+    """The handler of all routes that run in a slot.
+
+    Args:
+        runtime: the engine's control plane.
+        upstream: the way to the engine.
+        settings: limits and queue times.
+    """
+
+    def __init__(self, runtime: Runtime, upstream: Upstream, settings: Settings) -> None:
+        self._runtime = runtime
+        self._upstream = upstream
+        self._settings = settings
+
+    async def handle(self, exchange: Exchange, family: Family, *, spreading: bool = False) -> None:
+        """Answer one request.
+
+        Args:
+            exchange: the request.
+            family: its API.
+            spreading: the engine places its tasks by itself, so every slot has to be idle.
+        """
+        body = await exchange.read_body(self._settings.max_body_bytes)
+        head = exchange.head
+        asked = asking.read(body, family, _our_headers(head))
+        scope = scope_of(head, shared=self._settings.share_across_keys)
+        hold = Hold(exchange, family, self._settings.queue, stream=asked.stream and family.pooled)
+        work = _Work(exchange, family, asked, scope, hold)
+        try:
+            await self._run(work, spreading=spreading)
+        except PolyKVError as error:
+            if not hold.opened:
+                raise
+            await hold.fail(error)
+
+    async def _run(self, work: _Work, *, spreading: bool) -> None:
+        asked, runtime = work.asked, self._runtime
+        if asked.pool_id is not None and asked.cache and work.family.pooled:
+            await self._plan(work, PoolId(asked.pool_id))
+        name = session_name(work.exchange.head, asked.session, asked.metadata)
+        ask = Ask(
+            scope=work.scope,
+            name=name,
+            chain=asked.chain,
+            structured=asked.structured,
+            slots=asked.completions,
+            exclusive=spreading or asked.many_prompts,
+        )
+        pending = runtime.request(ask, conversation=work.family.pooled)
+        content, clean = Content.OLD, True
+        try:
+            work.lease = pending.lease or await work.hold.until(pending.wait, self._waited_too_long)
+            clean = False
+            response = await self._send(work)
+            if response.head.status >= 500:
+                content = Content.NOTHING
+            elif response.head.status == 200:
+                content = Content.NEW if asked.completions == 1 and not ask.exclusive else Content.NOTHING
+            clean = (await self._answer(work, response)).completed
+        finally:
+            pending.give_up()
+            if work.lease is not None:
+                resumable = work.exchange.head.get(b"x-conversation-id") is not None
+                runtime.finish(work.lease, clean=clean, content=content, stop=not resumable)
+
+    def _waited_too_long(self) -> Exception:
+        if not self._runtime.plane.serving:
+            return UnavailableError("the engine is not ready", code="engine_loading", retry_after_s=5)
+        waited = self._settings.queue.max_wait_s
+        return SaturatedError(
+            f"no slot became free within {waited:g} s", code="queue_timeout", retry_after_s=5
+        )
+
+    # -- pools -------------------------------------------------------------------------------------------
+
+    async def _plan(self, work: _Work, pool_id: PoolId) -> None:
+        """Find out how far the request can ride on the pool it names; never an error for the pool's sake."""
+        plane = self._runtime.plane
+        if not plane.serving:
+            await work.hold.until(self._serving, self._waited_too_long)
+        pool = plane.find_pool(pool_id, work.scope)
+        if pool is None or not pool.resident or plane.capability is not Capability.ZERO_COPY:
+            work.pool_unknown = True
+            return
+        tokens = await self._tokens(work)
+        if tokens is None:
+            return
+        work.plan = plane.plan_attach(
+            pool,
+            tokens,
+            cap=work.asked.shared_prefix_tokens,
+            strict=work.asked.strict,
+            now_ts=self._runtime.now_ts(),
+        )
+
+    async def _serving(self, timeout_s: float) -> bool | None:
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._runtime.serving.wait()
+        except TimeoutError:
+            return None
+
+    async def _tokens(self, work: _Work) -> Tokens | None:
+        """The prompt's exact token ids; None where the engine will have to say what it made of it."""
+        client, asked = self._runtime.client, work.asked
+        try:
+            if work.family.count_path is not None:
+                return await client.count_tokens(work.family.count_path, asked.body)
+            prompt = asking.prompt_tokens(asked.prompt) if asked.prompt is not None else None
+            return await client.tokenize(prompt) if isinstance(prompt, str) else prompt
+        except BadRequestError:
+            return None  # the engine will refuse the request itself, in its own words
+
+    # -- the engine --------------------------------------------------------------------------------------
+
+    async def _send(self, work: _Work) -> UpstreamResponse:
+        head, lease = work.exchange.head, work.lease
+        assert lease is not None
+        headers: Headers = [
+            field for field in head.headers if not field[0].lower().startswith(OUR_HEADER_PREFIX)
+        ]
+        if self._runtime.plane.capability is Capability.ZERO_COPY:
+            headers.append((b"X-PolyKV-Slot", b"%d" % lease.slots[0]))
+            headers.append((b"X-PolyKV-Tag", b"%d" % lease.lease_id))
+            if work.plan is not None and work.plan.tokens:
+                attach = b"%d:%d" % (work.plan.pool.number, work.plan.tokens)
+                headers.append((b"X-PolyKV-Attach", attach))
+        return await self._upstream.send(
+            head.method,
+            head.target,
+            headers,
+            work.asked.body,
+            named=head.connection_named(),
+            on_interim=work.exchange.interim,
+        )
+
+    async def _answer(self, work: _Work, response: UpstreamResponse) -> RelayResult:
+        """Splice the answer to the client; look into it only where something of ours depends on it."""
+        if work.hold.opened and response.head.status != 200:
+            return await self._refused_late(work, response)
+        reader = self._reader(work, response)
+        reports = reader is not None and reader.writes
+        transform = reader if reports else None
+        observer = reader.observe if reader is not None and not reports else None
+
+        def truncated(error: EngineGoneError) -> bytes | None:
+            return work.family.error_event(error.members) if work.family.pooled else None
+
+        if work.hold.opened:
+            result = await relay_into_open_stream(
+                work.exchange, response, transform=transform, observer=observer, on_truncated=truncated
+            )
+        else:
+            result = await relay(
+                work.exchange,
+                response,
+                add_headers=self._headers(work),
+                transform=transform,
+                observer=observer,
+                on_truncated=truncated,
+            )
+        self._account(work, reader, result)
+        return result
+
+    async def _refused_late(self, work: _Work, response: UpstreamResponse) -> RelayResult:
+        """The engine refuses a request whose stream is open already: its error becomes the last event."""
+        body = await response.read(ERROR_BODY_BYTES)
+        try:
+            members = msgspec.json.decode(body)["error"]
+        except (msgspec.DecodeError, KeyError, TypeError):
+            message = f"the engine answered with status {response.head.status}"
+            members = {"message": message, "type": "server_error"}
+        await work.hold.fail_with(members)
+        return RelayResult(completed=True)
+
+    def _reader(self, work: _Work, response: UpstreamResponse) -> AnswerReader | None:
+        """Somebody to read the answer, where the request used a pool or carried a member of ours."""
+        asked = work.asked
+        if response.head.status != 200 or not (asked.ours or work.plan is not None):
+            return None
+        stream = (response.head.get(b"content-type") or b"").startswith(b"text/event-stream")
+        return AnswerReader(
+            work.family,
+            stream=stream,
+            include_usage=asked.include_usage,
+            completions=asked.completions,
+            block=(lambda usage: self._block(work, usage)) if asked.ours and asked.report else None,
+        )
+
+    def _account(self, work: _Work, reader: AnswerReader | None, result: RelayResult) -> None:
+        """What the answer proves: how long the client waited, and whether the pool was really used."""
+        assert work.lease is not None
+        first = result.first_byte_at if result.first_byte_at is not None else monotonic()
+        self._runtime.plane.on_first_byte(work.lease, first - work.exchange.arrived_at)
+        if work.plan is None or reader is None:
+            return
+        cached = reader.usage.cached_tokens
+        if self._runtime.plane.on_attached(work.plan, work.lease.session, cached):
+            log.warning(
+                "attach_shortfall",
+                pool_id=work.plan.pool.pool_id,
+                planned_tokens=work.plan.tokens,
+                cached_tokens=cached,
+            )
+
+    def _headers(self, work: _Work) -> Headers:
+        assert work.lease is not None
+        added: Headers = []
+        if work.plan is not None:
+            added.append((b"x-pool-id", work.plan.pool.pool_id.encode()))
+            added.append((b"x-cached-prefix-tokens", b"%d" % work.plan.tokens))
+        if work.lease.session is not None:
+            name = work.lease.session.session_id
+            added.append((b"x-session-id", name.encode("ascii", "backslashreplace")))
+        return added
+
+    def _block(self, work: _Work, usage: Usage) -> dict[str, object]:
+        """Our block in the answer; unknown is null."""
+        assert work.lease is not None
+        plane, plan, session = self._runtime.plane, work.plan, work.lease.session
+        used, facts, sample = usage.context_tokens, plane.facts, plane.sample
+        headroom = None
+        if used is not None and facts is not None:
+            free = facts.cells if sample is None else sample.cells_free
+            headroom = max(0, min(facts.ctx_tokens - used, free))
+        shared = None
+        if plan is not None and usage.cached_tokens is not None:
+            shared = min(plan.tokens, usage.cached_tokens)
+        block: dict[str, object] = {
+            "session_id": None if session is None else session.session_id,
+            "pool_id": work.asked.pool_id if plan is None else plan.pool.pool_id,
+            "n_pool_shared": shared,
+            "pool_match": None if plan is None else plan.matched,
+            "pool_len": None if plan is None else plan.pool.prefix_len,
+            "session_tps": None,
+            "ctx_used": used,
+            "ctx_headroom_tokens": headroom,
+            "backpressure": None,
+        }
+        if work.pool_unknown:
+            block["pool_unknown"] = True
+        if work.asked.ignored_slot:
+            block["id_slot_ignored"] = True
+        return block
+
+
+def _our_headers(head: RequestHead) -> dict[str, str]:
+    """The client's ``X-PolyKV-*`` headers, which never reach the engine."""
+    return {
+        name.lower().decode("latin-1"): value.decode("latin-1")
+        for name, value in head.headers
+        if name.lower().startswith(OUR_HEADER_PREFIX)
+    }

@@ -1,0 +1,485 @@
+"""The control plane of one engine: the one stateful object of the core.
+
+Rule 1: every method is synchronous and returns what should happen; nothing here happens by itself.
+Rule 2: a request is sent only to slots that are known to be idle, so the engine never queues.
+Rule 3: those who wait are served in order of arrival. A request that cannot be placed holds back those
+behind it: none of them may starve it.
+Rule 4: a lease ends exactly once. Ending it again changes nothing.
+Rule 5: what the engine reports corrects what was assumed. A new epoch means that nothing is resident.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+from polykv_proxy.core.accounting import attribute
+from polykv_proxy.core.pools import PoolTree, PrefixPool, pool_id_of
+from polykv_proxy.core.slots import Ask, Content, Placement, Session, SlotBoard
+from polykv_proxy.core.types import (
+    Capability,
+    LeaseId,
+    PoolOrigin,
+    PoolState,
+    SessionId,
+    common_prefix,
+)
+from polykv_proxy.errors import BadRequestError, DisabledError, NotFoundError, UnavailableError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from polykv_proxy.core.accounting import Ownership
+    from polykv_proxy.core.types import EngineFacts, EngineSample, PoolId, PoolUid, Scope, SlotId, Tokens
+
+SESSION_IDLE_S = 300.0
+"""Seconds without a request after which a session is over."""
+
+MAX_SESSIONS = 10_000
+"""Sessions remembered at once, oldest forgotten first."""
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """A request's hold on its slots."""
+
+    lease_id: LeaseId
+    slots: tuple[SlotId, ...]
+    session: Session | None
+    continues: bool
+    """Whether its slot held the conversation's earlier state."""
+    granted_at: float
+    ended: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """A request that waits for slots."""
+
+    ask: Ask
+    conversation: bool
+    since: float
+    since_ts: float
+    lease: Lease | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Admit:
+    """Go on with this lease."""
+
+    lease: Lease
+
+
+@dataclass(frozen=True, slots=True)
+class Queue:
+    """Wait; the ticket's owner is woken by ``WakeQueued``."""
+
+    ticket: Ticket
+
+
+@dataclass(frozen=True, slots=True)
+class Reject:
+    """No, before anything was sent."""
+
+    code: str
+    message: str
+
+
+Decision: TypeAlias = "Admit | Queue | Reject"
+
+
+@dataclass(frozen=True, slots=True)
+class WakeQueued:
+    """Tell a waiting request that its ticket has a lease now."""
+
+    ticket: Ticket
+
+
+@dataclass(frozen=True, slots=True)
+class AwaitIdle:
+    """Wait for what a request left running, then report ``on_slots_idle``."""
+
+    lease: Lease
+    stop: bool
+    """Whether to stop it; a resumable stream runs on without its client."""
+
+
+Command: TypeAlias = "WakeQueued | AwaitIdle"
+
+
+@dataclass(frozen=True, slots=True)
+class AttachPlan:
+    """How a request will use a pool."""
+
+    pool: PrefixPool
+    tokens: int
+    """P: leading tokens to attach, as far as is known before it runs."""
+    matched: int
+    """What the request and the pool have in common; P unless the client asked for less."""
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What status documents are made of; published after every sample."""
+
+    facts: EngineFacts | None
+    capability: Capability
+    capability_reason: str | None
+    sample: EngineSample | None
+    ownership: Ownership | None
+
+
+class ControlPlane:
+    """State of one engine and of everybody who uses it.
+
+    Args:
+        max_waiting: requests that may wait at once.
+    """
+
+    def __init__(self, *, max_waiting: int) -> None:
+        self._max_waiting = max_waiting
+        self.facts: EngineFacts | None = None
+        self.capability = Capability.RELAY
+        self.capability_reason: str | None = "the engine is not ready yet"
+        self.model_identity = ""
+        self.tree = PoolTree(0)
+        self.board = SlotBoard(0)
+        self.sample: EngineSample | None = None
+        self.ownership: Ownership | None = None
+        self.shortfalls = 0
+        """Attached requests that reused less than was planned."""
+        self._serving = False
+        self._waiting: OrderedDict[int, Ticket] = OrderedDict()
+        self._sessions: OrderedDict[SessionId, Session] = OrderedDict()
+        self._running: dict[LeaseId, Lease] = {}
+        self._next_lease = 1
+        self._next_session = 1
+
+    # -- the engine's life -------------------------------------------------------------------------------
+
+    @property
+    def serving(self) -> bool:
+        """Whether requests can be sent now."""
+        return self._serving
+
+    def on_engine_ready(
+        self, facts: EngineFacts, capability: Capability, reason: str | None, model_identity: str, now: float
+    ) -> list[Command]:
+        """An engine answers; what it can do was tested.
+
+        Args:
+            facts: static facts, of this load of the model.
+            capability: what was seen to work.
+            reason: why not more, if not.
+            model_identity: digest of everything that changes KV bytes.
+            now: monotonic seconds.
+        """
+        known = self.facts is not None and self.facts.epoch == facts.epoch
+        if not known:
+            self._forget_residency(facts, same_model=model_identity == self.model_identity)
+        self.facts, self.capability, self.capability_reason = facts, capability, reason
+        self.model_identity = model_identity
+        self._serving = True
+        return self._serve_waiting(now)
+
+    def on_engine_down(self) -> None:
+        """Nothing can be sent until the next ``on_engine_ready``; what was running ends on its own."""
+        self._serving = False
+
+    def _forget_residency(self, facts: EngineFacts, *, same_model: bool) -> None:
+        if not same_model:
+            self.tree = PoolTree(facts.max_pools)  # other KV bytes: the old ids can never be valid again
+        self.tree.max_pools = facts.max_pools
+        self.tree.lose_all()
+        for session in self._sessions.values():
+            session.slot = None
+        for lease in list(self._running.values()):
+            lease.ended = True  # its slot belongs to the dead engine
+        self._running.clear()
+        self.board = SlotBoard(facts.slots)
+        self.sample = self.ownership = None
+
+    def on_sample(self, sample: EngineSample) -> None:
+        """Correct the picture by what the engine reports; readings of another epoch are ignored."""
+        if self.facts is None or sample.epoch != self.facts.epoch:
+            return
+        self.sample = sample
+        self.ownership = attribute(self.tree.nodes(), sample)
+        if self.ownership.dead:
+            self.tree.drop_ghosts(set(self.ownership.dead))
+
+    def snapshot(self) -> Snapshot:
+        """The published picture."""
+        return Snapshot(self.facts, self.capability, self.capability_reason, self.sample, self.ownership)
+
+    # -- requests ----------------------------------------------------------------------------------------
+
+    def on_request(self, ask: Ask, now: float, *, now_ts: float, conversation: bool = True) -> Decision:
+        """A request wants slots.
+
+        1. The engine serves, nobody waits, and slots are idle: admit.
+        2. Too many wait: reject.
+        3. Wait in line.
+
+        Args:
+            ask: what it wants.
+            now: monotonic seconds.
+            now_ts: epoch seconds, for the session's record.
+            conversation: whether it belongs to a session (computing a pool does not).
+        """
+        self._expire_sessions(now)
+        if self._serving and not self._waiting:
+            lease = self._grant(ask, now, now_ts, conversation=conversation)
+            if lease is not None:
+                return Admit(lease)  # 1
+        if len(self._waiting) >= self._max_waiting:
+            return Reject("queue_full", f"{len(self._waiting)} requests are waiting already")  # 2
+        ticket = Ticket(ask, conversation, now, now_ts)
+        self._waiting[id(ticket)] = ticket
+        return Queue(ticket)  # 3
+
+    def on_gave_up(self, ticket: Ticket, now: float) -> list[Command]:
+        """Whoever held the ticket left or waited too long. A lease it was just given is passed on."""
+        self._waiting.pop(id(ticket), None)
+        if ticket.lease is not None:
+            return self.on_finished(ticket.lease, now, clean=True, content=Content.OLD)
+        return self._serve_waiting(now)
+
+    def on_first_byte(self, lease: Lease, ttft_s: float) -> None:
+        """The answer began to reach the client."""
+        if lease.session is not None:
+            lease.session.ttft_s = ttft_s
+
+    def on_finished(
+        self, lease: Lease, now: float, *, clean: bool, content: Content, stop: bool = True
+    ) -> list[Command]:
+        """A request is over, whatever way.
+
+        Args:
+            lease: its lease; ending one twice changes nothing.
+            now: monotonic seconds.
+            clean: the engine's answer was complete, so its slots are idle. Otherwise the engine may
+                still be working for a client that left, and the slots stay taken until ``on_slots_idle``.
+            content: what its first slot holds now, where the answer was complete.
+            stop: whether the engine is to be stopped where the answer was not complete.
+        """
+        if lease.ended:
+            return []
+        lease.ended = True
+        if lease.session is not None:
+            lease.session.running = False
+            lease.session.last_seen = now
+        if not clean:
+            return [AwaitIdle(lease, stop)]
+        return self._free(lease, now, content)
+
+    def on_slots_idle(self, lease: Lease, now: float, content: Content) -> list[Command]:
+        """The engine is seen to be done with an abandoned request."""
+        return self._free(lease, now, content)
+
+    def _free(self, lease: Lease, now: float, content: Content) -> list[Command]:
+        if self._running.pop(lease.lease_id, None) is None:
+            return []  # the engine it ran on is gone
+        for index, number in enumerate(lease.slots):
+            self.board.free(number, now, content if index == 0 else Content.NOTHING)
+        return self._serve_waiting(now)
+
+    def _serve_waiting(self, now: float) -> list[Command]:
+        commands: list[Command] = []
+        while self._serving and self._waiting:
+            key, ticket = next(iter(self._waiting.items()))
+            lease = self._grant(ticket.ask, now, ticket.since_ts, conversation=ticket.conversation)
+            if lease is None:
+                break  # rule 3
+            del self._waiting[key]
+            ticket.lease = lease
+            commands.append(WakeQueued(ticket))
+        return commands
+
+    def _grant(self, ask: Ask, now: float, now_ts: float, *, conversation: bool) -> Lease | None:
+        placement = self.board.place(ask)
+        if placement is None:
+            return None
+        session = self._session_for(ask, placement, now, now_ts) if conversation else None
+        lease = Lease(LeaseId(self._next_lease), placement.slots, session, placement.continues, now)
+        self._next_lease += 1
+        self.board.take(placement, lease.lease_id, session, ask)
+        self._running[lease.lease_id] = lease
+        return lease
+
+    # -- sessions ----------------------------------------------------------------------------------------
+
+    def _session_for(self, ask: Ask, placement: Placement, now: float, now_ts: float) -> Session:
+        """The conversation that continues in the placed slot, else a new one under the client's name."""
+        held = self.board.slots[placement.slots[0]].session
+        session = held if placement.continues and held is not None else self._idle_namesake(ask)
+        if session is None:
+            session = Session(self._new_session_id(ask), ask.name, ask.scope, started_ts=now_ts)
+            self._sessions[session.session_id] = session
+        self._sessions.move_to_end(session.session_id)
+        session.running = True
+        session.turns += 1
+        session.last_seen = now
+        return session
+
+    def _idle_namesake(self, ask: Ask) -> Session | None:
+        """The client's named session whose state is resident nowhere: it goes on here."""
+        if ask.name is None:
+            return None
+        for session in reversed(self._sessions.values()):
+            if session.name == ask.name and session.scope == ask.scope:
+                return session if session.slot is None and not session.running else None
+        return None
+
+    def _new_session_id(self, ask: Ask) -> SessionId:
+        if ask.name is None:
+            self._next_session += 1
+            return SessionId(f"auto-{self._next_session - 1}")
+        # ids are unique over scopes in listings: another key's session of the same name gets a suffix too
+        candidate, number = ask.name, 1
+        while candidate in self._sessions:
+            number += 1
+            candidate = f"{ask.name}#{number}"
+        return SessionId(candidate)
+
+    def _expire_sessions(self, now: float) -> None:
+        while self._sessions:
+            oldest = next(iter(self._sessions.values()))
+            expired = now - oldest.last_seen > SESSION_IDLE_S and oldest.slot is None
+            if oldest.running or not (expired or len(self._sessions) > MAX_SESSIONS):
+                return
+            if oldest.slot is not None:
+                self.board.forget(oldest.slot)
+            del self._sessions[oldest.session_id]
+
+    def sessions(self) -> Iterator[Session]:
+        """Sessions that are known, least recently used first."""
+        return iter(self._sessions.values())
+
+    # -- pools -------------------------------------------------------------------------------------------
+
+    def require_pools(self) -> None:
+        """Raise unless pools work.
+
+        Raises:
+            UnavailableError: the engine is not ready; nobody can tell yet.
+            DisabledError: they do not; the message says why.
+        """
+        if self.facts is None:
+            raise UnavailableError("the engine is not ready yet", code="engine_loading", retry_after_s=2)
+        if self.capability is not Capability.ZERO_COPY:
+            raise DisabledError(f"pools are off: {self.capability_reason}")
+
+    def pool_id_of(self, tokens: Tokens, scope: Scope) -> PoolId:
+        """The id that this content has on this engine."""
+        return pool_id_of(tokens, model=self.model_identity, adapters="", scope=scope)
+
+    def find_pool(self, pool_id: PoolId, scope: Scope | None) -> PrefixPool | None:
+        """A pool by id, as seen from a scope (None: an administrator, who sees all)."""
+        pool = self.tree.get(pool_id)
+        return pool if pool is not None and scope in (None, pool.scope) else None
+
+    def need_pool(self, pool_id: PoolId, scope: Scope | None) -> PrefixPool:
+        """Like ``find_pool``.
+
+        Raises:
+            NotFoundError: there is none, or it is another key's.
+        """
+        pool = self.find_pool(pool_id, scope)
+        if pool is None:
+            raise NotFoundError(f"pool {pool_id} does not exist", code="pool_not_found", param="pool_id")
+        return pool
+
+    def begin_pool(
+        self, tokens: Tokens, scope: Scope, *, label: str | None, pin: bool, now_ts: float
+    ) -> tuple[PrefixPool, bool]:
+        """Enter a root pool for this content; returns it and whether it has to be computed.
+
+        Raises:
+            BadRequestError: it can never fit.
+            PoolCapacityError: no sequence id is free.
+            DisabledError, UnavailableError: see ``require_pools``.
+        """
+        self.require_pools()
+        assert self.facts is not None
+        limit = min(self.facts.ctx_tokens, self.facts.cells)
+        if len(tokens) >= limit:
+            raise BadRequestError(
+                f"a prefix of {len(tokens)} tokens does not fit the context of {limit} tokens",
+                code="pool_too_long",
+                prefix_len=len(tokens),
+                ctx_size=limit,
+            )
+        pool_id = self.pool_id_of(tokens, scope)
+        pool = self.tree.get(pool_id)
+        if pool is not None and pool.occupies_sequence:
+            pool.pinned = pool.pinned or pin
+            pool.label = label if label is not None else pool.label
+            pool.last_access_ts = now_ts
+            return pool, False
+        pool = self.tree.add(
+            pool_id,
+            tokens,
+            scope=scope,
+            origin=PoolOrigin.EXPLICIT,
+            now_ts=now_ts,
+            label=label,
+            pinned=pin,
+        )
+        return pool, True
+
+    def on_pool_ready(self, pool: PrefixPool, uid: PoolUid) -> None:
+        """The engine computed it."""
+        if self.tree.get(pool.pool_id) is pool and pool.state is PoolState.MATERIALIZING:
+            self.tree.ready(pool, uid)
+
+    def on_pool_failed(self, pool: PrefixPool) -> None:
+        """The engine could not compute it, or nobody wants it any more."""
+        if pool.state is PoolState.MATERIALIZING:
+            self.tree.failed(pool)
+
+    def plan_attach(
+        self, pool: PrefixPool, tokens: Tokens, *, cap: int | None, strict: bool, now_ts: float
+    ) -> AttachPlan | None:
+        """How far a request can ride on a pool; None when there is nothing to attach to.
+
+        Args:
+            pool: the pool that was asked for.
+            tokens: the request's prompt.
+            cap: ``shared_prefix_n_tokens``: attach at most so many.
+            strict: refuse a cap above the match instead of lowering it.
+            now_ts: epoch seconds.
+
+        Raises:
+            BadRequestError: strict, and the cap exceeds the match.
+        """
+        matched = common_prefix(pool.tokens, tokens)
+        if strict and cap is not None and cap > matched:
+            raise BadRequestError(
+                f"shared_prefix_n_tokens is {cap} but only {matched} leading tokens agree with the pool",
+                code="shared_prefix_too_long",
+                param="shared_prefix_n_tokens",
+                matched_tokens=matched,
+                prefix_len=pool.prefix_len,
+            )
+        if not pool.resident:
+            return None
+        pool.last_access_ts = now_ts
+        return AttachPlan(pool, matched if cap is None else min(cap, matched), matched)
+
+    def on_attached(self, plan: AttachPlan, session: Session | None, cached_tokens: int | None) -> bool:
+        """An attached request's answer proves itself; returns whether it fell short of the plan.
+
+        Args:
+            plan: what was intended.
+            session: whose request it was.
+            cached_tokens: prompt tokens that the engine says it did not compute; None if it did not say.
+        """
+        plan.pool.hits += 1
+        if session is not None:
+            session.pool = plan.pool.pool_id
+        # the engine always computes the last prompt token, so a whole match may show one token less
+        short = cached_tokens is not None and cached_tokens < plan.tokens - 1
+        self.shortfalls += short
+        return short

@@ -1,0 +1,273 @@
+"""The tree of prefix pools.
+
+Rule 1: a pool never changes once it is resident; to extend is to create a child.
+Rule 2: an id is a digest of the content: it never names anything else, and content never has two ids.
+Rule 3: [0, D) of a child is its parent's, token for token; only [D, L) is its own.
+Rule 4: an id that is gone from the tree may live on in the engine as long as children or slots hold its
+cells. Such ghosts are kept for the accounting until the engine shows no holder.
+Rule 5: nothing here evicts what someone created explicitly; running out of room is the caller's error.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import TYPE_CHECKING
+
+from polykv_proxy.core.types import PoolId, PoolOrigin, PoolState, common_prefix
+from polykv_proxy.errors import PoolCapacityError, PoolInUseError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from polykv_proxy.core.types import PoolNumber, PoolUid, Scope, Tokens
+
+DIGEST_BYTES = 16
+
+
+def pool_id_of(tokens: Tokens, *, model: str, adapters: str, scope: Scope) -> PoolId:
+    """The id of this content.
+
+    Each part is hashed under its own tag, so that no two combinations can run into each other.
+
+    Args:
+        tokens: the whole prefix.
+        model: identity of the model and of everything else that changes KV bytes.
+        adapters: identity of the LoRA set in force.
+        scope: whose keys may share it.
+    """
+    digest = blake2b(digest_size=DIGEST_BYTES, person=b"polykv-pool")
+    for tag, part in ((b"m", model), (b"a", adapters), (b"s", scope)):
+        raw = part.encode()
+        digest.update(tag + len(raw).to_bytes(4, "little") + raw)
+    digest.update(b"t" + len(tokens).to_bytes(4, "little"))
+    digest.update(memoryview(tokens).cast("B"))
+    return PoolId(digest.hexdigest())
+
+
+@dataclass(slots=True, eq=False)
+class PrefixPool:
+    """A token span that is, was or will be resident in an engine under a sequence id of its own."""
+
+    pool_id: PoolId
+    tokens: Tokens
+    """The full prefix [0, L)."""
+    scope: Scope
+    number: PoolNumber
+    origin: PoolOrigin
+    created_ts: float
+    parent: PrefixPool | None = None
+    branch_pos: int = 0
+    """D: [0, D) is the parent's."""
+    label: str | None = None
+    pinned: bool = False
+    state: PoolState = PoolState.MATERIALIZING
+    uid: PoolUid | None = None
+    """The engine's name while resident, and afterwards the name under which slots may still hold cells."""
+    last_access_ts: float = 0.0
+    hits: int = 0
+    """Requests that attached."""
+    released: bool = False
+    children: list[PrefixPool] = field(default_factory=list)
+
+    @property
+    def prefix_len(self) -> int:
+        """L."""
+        return len(self.tokens)
+
+    @property
+    def own_len(self) -> int:
+        """L - D: tokens that were computed for this pool alone."""
+        return self.prefix_len - self.branch_pos
+
+    @property
+    def resident(self) -> bool:
+        """Whether requests can attach."""
+        return self.state is PoolState.RESIDENT
+
+    @property
+    def occupies_sequence(self) -> bool:
+        """Whether it holds one of the engine's sequence ids."""
+        return self.state in (PoolState.MATERIALIZING, PoolState.RESIDENT)
+
+    def match(self, tokens: Tokens) -> int:
+        """Leading tokens of a prompt that this pool holds."""
+        return common_prefix(self.tokens, tokens)
+
+    def subtree(self) -> Iterator[PrefixPool]:
+        """This pool and everything below it that is not released, parents first."""
+        yield self
+        for child in self.children:
+            if not child.released:
+                yield from child.subtree()
+
+    def depth(self) -> int:
+        """1 for a root."""
+        return 1 if self.parent is None else 1 + self.parent.depth()
+
+
+class PoolTree:
+    """All pools of one engine.
+
+    Args:
+        max_pools: sequence ids that the engine keeps for pools.
+    """
+
+    def __init__(self, max_pools: int) -> None:
+        self.max_pools = max_pools
+        self._pools: dict[PoolId, PrefixPool] = {}
+        self._ghosts: list[PrefixPool] = []
+        self._retiring: set[PoolNumber] = set()
+        """Numbers of released pools that the engine still has to give back."""
+        self._known: dict[PoolId, None] = {}
+        """Ids that were released: a second release is no error. Bounded, oldest forgotten first."""
+
+    _KNOWN_MAX = 10_000
+
+    def __iter__(self) -> Iterator[PrefixPool]:
+        """Every pool that has an id, in order of creation, so parents come before children."""
+        return iter(self._pools.values())
+
+    def __len__(self) -> int:
+        return len(self._pools)
+
+    def get(self, pool_id: PoolId) -> PrefixPool | None:
+        """The pool of that id, in whatever state."""
+        return self._pools.get(pool_id)
+
+    def was_released(self, pool_id: PoolId) -> bool:
+        """Whether this id named a pool that was released."""
+        return pool_id in self._known
+
+    @property
+    def sequences_used(self) -> int:
+        """Sequence ids taken by pools."""
+        return sum(pool.occupies_sequence for pool in self._pools.values()) + len(self._retiring)
+
+    def add(  # noqa: PLR0913 - the facts of a pool
+        self,
+        pool_id: PoolId,
+        tokens: Tokens,
+        *,
+        scope: Scope,
+        origin: PoolOrigin,
+        now_ts: float,
+        parent: PrefixPool | None = None,
+        branch_pos: int = 0,
+        label: str | None = None,
+        pinned: bool = False,
+    ) -> PrefixPool:
+        """Enter a pool that is about to be materialized.
+
+        A lost pool of the same content takes up its old life; its label and pin stay unless given anew.
+
+        Raises:
+            PoolCapacityError: every sequence id is taken; ``releasable`` names pools nobody needs.
+        """
+        number = self._free_number()
+        old = self._pools.pop(pool_id, None)
+        pool = PrefixPool(
+            pool_id=pool_id,
+            tokens=tokens,
+            scope=scope,
+            number=number,
+            origin=origin,
+            created_ts=now_ts if old is None else old.created_ts,
+            parent=parent,
+            branch_pos=branch_pos,
+            label=label if label is not None or old is None else old.label,
+            pinned=pinned or (old is not None and old.pinned),
+            last_access_ts=now_ts,
+        )
+        self._pools[pool_id] = pool
+        self._known.pop(pool_id, None)
+        if parent is not None:
+            parent.children.append(pool)
+        return pool
+
+    def ready(self, pool: PrefixPool, uid: PoolUid) -> None:
+        """It is computed: requests may attach from now on."""
+        pool.state = PoolState.RESIDENT
+        pool.uid = uid
+
+    def failed(self, pool: PrefixPool) -> None:
+        """It could not be computed: forget it, its sequence id is free."""
+        if self._pools.get(pool.pool_id) is pool:
+            del self._pools[pool.pool_id]
+        if pool.parent is not None and pool in pool.parent.children:
+            pool.parent.children.remove(pool)
+
+    def check_release(self, pool: PrefixPool, *, recursive: bool) -> list[PrefixPool]:
+        """What a release would remove, leaves first.
+
+        Raises:
+            PoolInUseError: it has children and ``recursive`` was not asked for, or one is being computed.
+        """
+        doomed = list(pool.subtree())[::-1]
+        children = [child.pool_id for child in pool.children if not child.released]
+        if children and not recursive:
+            raise PoolInUseError(
+                f"pool {pool.pool_id} has {len(children)} children; release them first or pass recursive=1",
+                code="pool_has_children",
+                children=children,
+            )
+        if any(each.state is PoolState.MATERIALIZING for each in doomed):
+            raise PoolInUseError(f"pool {pool.pool_id} is being computed", code="pool_materializing")
+        return doomed
+
+    def release(self, pool: PrefixPool) -> None:
+        """Take the id away at once; the engine keeps cells that someone still holds (rule 4).
+
+        Its number is taken until ``retired`` reports that the engine gave it back.
+        """
+        del self._pools[pool.pool_id]
+        pool.released = True
+        self._known[pool.pool_id] = None
+        while len(self._known) > self._KNOWN_MAX:
+            self._known.pop(next(iter(self._known)))
+        if pool.resident:
+            self._ghosts.append(pool)
+            self._retiring.add(pool.number)
+
+    def retired(self, pool: PrefixPool) -> None:
+        """The engine gave a released pool's sequence id back."""
+        self._retiring.discard(pool.number)
+
+    def lose_all(self) -> None:
+        """The engine forgot everything: ids and tokens stay, cells and ghosts are gone."""
+        self._ghosts.clear()
+        self._retiring.clear()
+        for pool in self._pools.values():
+            pool.children.clear()
+        for pool in self._pools.values():
+            pool.parent, pool.branch_pos, pool.uid = None, 0, None
+            pool.state = PoolState.LOST
+
+    def nodes(self) -> list[PrefixPool]:
+        """Everything that may hold cells: resident pools and ghosts."""
+        return [*(pool for pool in self._pools.values() if pool.resident), *self._ghosts]
+
+    def drop_ghosts(self, dead: set[int]) -> None:
+        """Forget ghosts by their engine uid."""
+        for ghost in self._ghosts:
+            if ghost.uid in dead and ghost.parent is not None and ghost in ghost.parent.children:
+                ghost.parent.children.remove(ghost)
+        self._ghosts = [ghost for ghost in self._ghosts if ghost.uid not in dead]
+
+    def _free_number(self) -> PoolNumber:
+        taken = {pool.number for pool in self._pools.values() if pool.occupies_sequence} | self._retiring
+        for number in range(self.max_pools):
+            if number not in taken:
+                return number  # type: ignore[return-value]
+        releasable = [
+            pool.pool_id
+            for pool in self._pools.values()
+            if pool.resident and not pool.pinned and not any(not child.released for child in pool.children)
+        ]
+        way_out = "release one of those listed" if releasable else "every pool is pinned or has children"
+        raise PoolCapacityError(
+            f"all {self.max_pools} sequence ids for pools are taken; {way_out}",
+            seq_ids_used=self.sequences_used,
+            seq_ids_max=self.max_pools,
+            releasable=releasable,
+        )

@@ -1,0 +1,200 @@
+"""Which request runs in which slot, and whose conversation a slot still holds.
+
+Rule 1: a slot runs one lease at a time; it is given away only when the engine is known to be done with it.
+Rule 2: a conversation returns to the slot that still holds it, while that slot is idle.
+Rule 3: a request never takes a slot whose content it does not continue while an empty one is idle.
+Rule 4: content is compared within a scope only, and decides speed, never correctness: the engine compares
+tokens itself before it reuses anything.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, TypeAlias
+
+from polykv_proxy.core.types import SessionId, SlotId
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from polykv_proxy.core.types import LeaseId, PoolId, Scope
+
+Chain: TypeAlias = tuple[int, ...]
+"""Fingerprint of a conversation: one hash for what precedes the messages, one for each message, in order.
+A request that continues a conversation has the earlier request's chain as a prefix."""
+
+SAME_CONVERSATION_LINKS = 2
+"""Common links from which a request counts as the same conversation and not as another one that merely
+shares its system prompt (the first link)."""
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """A conversation and where its state is."""
+
+    session_id: SessionId
+    name: str | None
+    """What the client called it; several concurrent conversations may share a name."""
+    scope: Scope
+    started_ts: float
+    slot: SlotId | None = None
+    """The slot that holds its KV, if one still does."""
+    pool: PoolId | None = None
+    """The pool that its last request was attached to."""
+    running: bool = False
+    turns: int = 0
+    last_seen: float = 0.0
+    ttft_s: float | None = None
+    """Of the last answer: arrival at the proxy to first byte relayed."""
+
+
+class Content(Enum):
+    """What a slot holds once a request is over."""
+
+    NEW = "new"
+    """The request's conversation, complete or as far as it came."""
+    OLD = "old"
+    """What it held before: the engine refused the request before it touched anything."""
+    NOTHING = "nothing"
+    """Nothing of use."""
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """One slot as the proxy owns it."""
+
+    slot: SlotId
+    lease: LeaseId | None = None
+    session: Session | None = None
+    chain: Chain = ()
+    last_used: float = 0.0
+    before: tuple[Session | None, Chain] = (None, ())
+    """Session and chain that the running lease displaced; they are right again if it never began."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether it may be given away."""
+        return self.lease is None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """What a request wants from the board."""
+
+    scope: Scope
+    name: str | None = None
+    """Session name from a field or header."""
+    chain: Chain = ()
+    """Empty for work without a conversation, such as computing a pool."""
+    structured: bool = True
+    """Whether the links are messages. In plain text a long common start says nothing about identity."""
+    slots: int = 1
+    """More than one for several completions in one request; capped at what the engine has."""
+    exclusive: bool = False
+    """The engine will choose the further slots itself, so that all must be idle."""
+    only: SlotId | None = None
+    """Nothing but this slot will do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Slots for a request; the first is the one it is pinned to."""
+
+    slots: tuple[SlotId, ...]
+    continues: bool
+    """Whether the first slot holds the conversation's earlier state."""
+
+
+class SlotBoard:
+    """All slots of one engine."""
+
+    def __init__(self, count: int) -> None:
+        self.slots = [Slot(SlotId(number)) for number in range(count)]
+
+    def __iter__(self) -> Iterator[Slot]:
+        return iter(self.slots)
+
+    @property
+    def idle_count(self) -> int:
+        """Slots that may be given away."""
+        return sum(slot.idle for slot in self.slots)
+
+    def place(self, ask: Ask) -> Placement | None:
+        """Find slots without taking them; None when the request has to wait.
+
+        1. One certain slot is wanted: that one, if idle.
+        2. The engine will spread the work itself: every slot, once all are idle.
+        3. A slot that holds this conversation: the longest common chain.
+        4. A slot that holds nothing.
+        5. The slot that was used longest ago.
+        """
+        if ask.only is not None:  # 1
+            slot = self.slots[ask.only] if ask.only < len(self.slots) else None
+            return Placement((ask.only,), continues=False) if slot is not None and slot.idle else None
+        idle = [slot for slot in self.slots if slot.idle]
+        if ask.exclusive:  # 2
+            chosen = tuple(slot.slot for slot in self.slots)
+            return Placement(chosen, continues=False) if len(idle) == len(self.slots) else None
+        wanted = min(ask.slots, len(self.slots))
+        if len(idle) < max(1, wanted):
+            return None
+        own = self._holding(ask, idle)  # 3
+        first = own or min(idle, key=lambda slot: (bool(slot.chain), slot.last_used))  # 4, 5
+        # the engine gives further completions to the lowest idle slots, see get_free_slots()
+        others = tuple(slot.slot for slot in idle if slot is not first)[: wanted - 1]
+        return Placement((first.slot, *others), continues=own is not None)
+
+    def _holding(self, ask: Ask, idle: list[Slot]) -> Slot | None:
+        best: Slot | None = None
+        best_links = 0
+        for slot in idle:
+            session = slot.session
+            if not slot.chain or session is None or session.scope != ask.scope or session.name != ask.name:
+                continue
+            links = common_links(slot.chain, ask.chain)
+            continues = links == len(slot.chain) >= SAME_CONVERSATION_LINKS
+            edits = ask.structured and links >= SAME_CONVERSATION_LINKS and 2 * links >= len(slot.chain)
+            if (continues or edits) and links > best_links:
+                best, best_links = slot, links
+        return best
+
+    def take(self, placement: Placement, lease: LeaseId, session: Session | None, ask: Ask) -> None:
+        """Give the slots to a lease; conversations that lived there are no longer resident."""
+        for number in placement.slots:
+            slot = self.slots[number]
+            if slot.session is not None and slot.session is not session and slot.session.slot == number:
+                slot.session.slot = None
+            slot.before = (slot.session, slot.chain)
+            slot.lease, slot.session, slot.chain = lease, None, ()
+        first = self.slots[placement.slots[0]]
+        first.session, first.chain = session, ask.chain
+        if session is not None:
+            session.slot = first.slot
+
+    def free(self, number: SlotId, now: float, content: Content) -> None:
+        """The engine is done with a slot."""
+        slot = self.slots[number]
+        slot.lease, slot.last_used = None, now
+        if content is not Content.NEW:
+            self.forget(number)
+        if content is Content.OLD:
+            session, slot.chain = slot.before
+            if session is not None and session.slot is None:
+                slot.session, session.slot = session, number
+        slot.before = (None, ())
+
+    def forget(self, number: SlotId) -> None:
+        """The slot holds nothing of use any more."""
+        slot = self.slots[number]
+        if slot.session is not None and slot.session.slot == number:
+            slot.session.slot = None
+        slot.session, slot.chain = None, ()
+
+
+def common_links(a: Chain, b: Chain) -> int:
+    """Number of leading links on which both agree."""
+    for index, (one, other) in enumerate(zip(a, b, strict=False)):
+        if one != other:
+            return index
+    return min(len(a), len(b))

@@ -1,0 +1,179 @@
+"""The words of the core: ids, token arrays, and the frozen values that cross its border.
+
+Times are seconds. ``now`` is monotonic; names that end in ``_ts`` are epoch seconds for the wire.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, NewType, TypeAlias
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+PoolId = NewType("PoolId", str)
+"""Opaque to clients: a digest of what the pool holds, so the same content always has the same id."""
+
+SessionId = NewType("SessionId", str)
+"""A client conversation across requests."""
+
+SlotId = NewType("SlotId", int)
+"""The engine's place for one running request, from 0."""
+
+PoolNumber = NewType("PoolNumber", int)
+"""The engine's number of a pool, 0 to max_pools - 1; reused, and internal."""
+
+PoolUid = NewType("PoolUid", int)
+"""The engine's name of one materialization; never reused within an epoch."""
+
+LeaseId = NewType("LeaseId", int)
+"""One request's hold on its slots; counts up and travels to the engine as the request's tag."""
+
+Scope = NewType("Scope", str)
+"""Digest of a caller's API key: KV is shared within a scope only. Empty when sharing is unscoped."""
+
+Tokens: TypeAlias = "array[int]"
+"""Token ids as 32-bit integers: a quarter of a list's memory, and equality at memory speed."""
+
+
+def as_tokens(ids: Iterable[int]) -> Tokens:
+    """Pack token ids.
+
+    Raises:
+        OverflowError: an id does not fit 32 bits.
+        TypeError: an item is no integer.
+    """
+    return array("i", ids)
+
+
+def common_prefix(a: Tokens, b: Tokens) -> int:
+    """Number of leading tokens on which both agree.
+
+    Halves the interval around the first difference with slice comparisons, so that agreement costs a
+    memory comparison and not a loop: 131,072 equal tokens take some 30 microseconds.
+    """
+    high = min(len(a), len(b))
+    view_a, view_b = memoryview(a).cast("B"), memoryview(b).cast("B")
+    width = a.itemsize
+    if view_a[: high * width] == view_b[: high * width]:
+        return high
+    low = 0
+    while high - low > 1:
+        middle = (low + high) // 2
+        if view_a[low * width : middle * width] == view_b[low * width : middle * width]:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+class PoolState(StrEnum):
+    """Where a pool is in its life."""
+
+    MATERIALIZING = "materializing"
+    """Being computed; nobody can attach yet."""
+    RESIDENT = "resident"
+    LOST = "lost"
+    """The engine lost its memory (restart, reload); tokens and id are kept."""
+
+
+class PoolOrigin(StrEnum):
+    """Why a pool exists."""
+
+    EXPLICIT = "explicit"
+    SNAPSHOT = "snapshot"
+    AUTO = "auto"
+
+
+class SlotState(StrEnum):
+    """What the engine says a slot is doing."""
+
+    IDLE = "idle"
+    WAIT = "wait"
+    PROMPT = "prompt"
+    GEN = "gen"
+
+
+@dataclass(frozen=True, slots=True)
+class SlotSample:
+    """One slot as the engine reported it."""
+
+    slot: SlotId
+    state: SlotState
+    task: int
+    """Engine task id of the current or last request; -1 before the first."""
+    tag: int
+    """Lease of the current or last request; 0 if it had none."""
+    gen_total: int
+    """Tokens generated since the engine started, all requests of this slot together."""
+    prompt_total: int
+    """Prompt tokens computed since the engine started."""
+    cached_total: int
+    """Prompt tokens not computed thanks to resident KV, since the engine started."""
+    tokens: int
+    """Tokens that the slot's sequence holds now."""
+    shared_tokens: int
+    """Leading tokens whose cells it shares with the pool ``pool_uid``."""
+    pool_uid: PoolUid
+    ctx_tokens: int
+    """The slot's window."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSample:
+    """One pool as the engine reported it."""
+
+    number: PoolNumber
+    uid: PoolUid
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSample:
+    """One reading of an engine's counters document."""
+
+    epoch: str
+    """Changes when the engine loads its model again; pools do not survive that."""
+    taken_at: float
+    """Monotonic seconds at which the proxy received it."""
+    cells_used: int
+    cells_total: int
+    deferred: int
+    """Tasks that wait inside the engine; stays 0 when every request is sent to an idle slot."""
+    slots: tuple[SlotSample, ...]
+    pools: tuple[PoolSample, ...]
+
+    @property
+    def cells_free(self) -> int:
+        """Cells that hold nothing."""
+        return self.cells_total - self.cells_used
+
+    @property
+    def busy(self) -> bool:
+        """Whether any slot works."""
+        return any(slot.state is not SlotState.IDLE for slot in self.slots)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What does not change while a model is loaded."""
+
+    epoch: str
+    slots: int
+    max_pools: int
+    cells: int
+    ctx_tokens: int
+    """Window of one slot."""
+    bytes_per_cell: int
+    build: str
+
+
+class Capability(StrEnum):
+    """How much an engine can do for pools; claimed only after it was seen to work."""
+
+    ZERO_COPY = "zero_copy"
+    """Patched engine: attached requests share the pool's cells."""
+    RELAY = "relay"
+    """Requests pass through; no pools."""

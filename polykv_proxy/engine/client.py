@@ -1,0 +1,203 @@
+"""The proxy's own calls to an engine: one method per endpoint, bounded, errors mapped.
+
+Client traffic does not come through here; it is spliced by ``edge``.
+"""
+
+from __future__ import annotations
+
+from time import monotonic
+from typing import TYPE_CHECKING, Any, Self
+
+import aiohttp
+import msgspec
+
+from polykv_proxy.engine import wire
+from polykv_proxy.errors import BadRequestError, EngineGoneError, NotFoundError, UnavailableError
+
+if TYPE_CHECKING:
+    from polykv_proxy.core.types import EngineFacts, EngineSample, PoolNumber, SlotId, Tokens
+    from polykv_proxy.engine.address import EngineAddress
+
+CONTROL_TIMEOUT_S = 5.0
+"""Bound of a read that costs the engine nothing, body included."""
+
+TOKENIZE_TIMEOUT_S = 60.0
+"""Rendering and tokenizing a megabyte takes seconds on a small machine."""
+
+
+class EngineClient:
+    """One engine's control side.
+
+    Args:
+        address: where it listens.
+        api_key: the key it demands, if it does.
+    """
+
+    def __init__(self, address: EngineAddress, api_key: str | None) -> None:
+        self._base = address.base_url
+        self._socket = address.socket
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Self:
+        # no kept-alive connections: the engine closes them when it likes, and a control call that failed
+        # for that reason would look like a dead engine
+        connector: aiohttp.BaseConnector = (
+            aiohttp.TCPConnector(force_close=True)
+            if self._socket is None
+            else aiohttp.UnixConnector(str(self._socket), force_close=True)
+        )
+        self._session = aiohttp.ClientSession(connector=connector, headers=self._headers)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    # -- reading ---------------------------------------------------------------------------------------
+
+    async def get(self, path: str, *, timeout_s: float = CONTROL_TIMEOUT_S) -> bytes:
+        """Body of a GET.
+
+        Raises:
+            NotFoundError: the engine does not have this route.
+            UnavailableError: it did not answer well, in time, or at all.
+        """
+        return await self._call("GET", path, None, timeout_s)
+
+    async def describe(self) -> tuple[EngineFacts, bool, dict[str, str]]:
+        """Facts, whether the engine has the patch with pools on, and what makes up its identity."""
+        props = await self.get("/props")
+        try:
+            facts, identity = wire.read_info(await self.get("/polykv/engine"))
+            patched = True
+        except NotFoundError:
+            facts, identity = wire.read_props(props)
+            patched = False
+        meta = msgspec.json.decode(await self.get("/v1/models"))
+        for key in ("n_vocab", "n_ctx_train", "n_embd", "n_params", "size", "ftype", "vocab_type"):
+            value = (meta.get("data") or [{}])[0].get("meta", {}).get(key)
+            identity[key] = str(value)
+        return facts, patched, identity | wire.read_template_identity(props)
+
+    async def counters(self) -> EngineSample:
+        """The counters document; answered by a patched engine also while it decodes."""
+        return wire.read_counters(await self.get("/polykv/engine/counters"), monotonic())
+
+    async def busy_slots(self) -> int:
+        """How many slots work, on any engine."""
+        return wire.read_busy_slots(await self.get("/slots"))
+
+    async def tokenize(self, text: str) -> Tokens:
+        """Token ids of a raw prompt, exactly as a completion would see them."""
+        body = msgspec.json.encode({"content": text, "add_special": True, "parse_special": True})
+        return wire.read_tokens(await self._call("POST", "/tokenize", body, TOKENIZE_TIMEOUT_S))
+
+    async def count_tokens(self, path: str, body: bytes) -> Tokens:
+        """Token ids of a chat, Responses or Anthropic body; media are -1.
+
+        Args:
+            path: the counting route of that API.
+            body: the request body.
+
+        Raises:
+            BadRequestError: the engine refuses the body; the message is the engine's.
+        """
+        return wire.read_tokens(await self._call("POST", f"{path}?tokens=1", body, TOKENIZE_TIMEOUT_S))
+
+    # -- pools -----------------------------------------------------------------------------------------
+
+    async def materialize(
+        self, number: PoolNumber, tokens: Tokens, slot: SlotId, tag: int
+    ) -> wire.Materialized:
+        """Compute a pool in an idle slot; takes as long as the prefill. Cancelling it stops the engine.
+
+        Args:
+            number: a number that no pool has.
+            tokens: the whole prefix.
+            slot: idle; it is empty afterwards.
+            tag: the counters show it for that slot.
+
+        Raises:
+            UnavailableError: no room for it, or the engine went away.
+            BadRequestError: tokens the model does not have.
+        """
+        body = msgspec.json.encode({"tokens": list(tokens), "id_slot": slot, "tag": tag})
+        path = f"/polykv/engine/pools/{number}?action=materialize"
+        return wire.read_materialized(await self._call("POST", path, body, None))
+
+    async def release(self, number: PoolNumber) -> int:
+        """Give a pool's sequence id back; returns the cells that nobody else held. 0 if it was gone."""
+        try:
+            answer = await self._call(
+                "POST", f"/polykv/engine/pools/{number}?action=release", b"{}", CONTROL_TIMEOUT_S
+            )
+        except NotFoundError:
+            return 0
+        freed: int = msgspec.json.decode(answer)["n_cells_freed"]
+        return freed
+
+    async def cancel(self, slot: SlotId, task: int) -> None:
+        """Stop a task at the end of the running step; one that is over or elsewhere is left alone."""
+        path = f"/polykv/engine/slots/{slot}?action=cancel&id_task={task}"
+        await self._call("POST", path, b"{}", CONTROL_TIMEOUT_S)
+
+    async def slot_action(self, slot: SlotId, query: str, body: bytes) -> tuple[int, bytes]:
+        """A stock slot action (save, restore, erase) as it is; status and body."""
+        return await self._raw("POST", f"/slots/{slot}?{query}", body, TOKENIZE_TIMEOUT_S)
+
+    async def complete(self, tokens: Tokens, headers: dict[str, str]) -> dict[str, Any]:
+        """A completion of one token; for self-tests."""
+        body = msgspec.json.encode({"prompt": list(tokens), "n_predict": 1, "temperature": 0})
+        status, answer = await self._raw("POST", "/completion", body, TOKENIZE_TIMEOUT_S, headers)
+        self._check(status, answer)
+        result: dict[str, Any] = msgspec.json.decode(answer)
+        return result
+
+    # -- one place for the mapping ---------------------------------------------------------------------
+
+    async def _call(self, method: str, path: str, body: bytes | None, timeout_s: float | None) -> bytes:
+        status, answer = await self._raw(method, path, body, timeout_s)
+        self._check(status, answer)
+        return answer
+
+    @staticmethod
+    def _check(status: int, answer: bytes) -> None:
+        if status == 200:
+            return
+        message = wire.read_error(answer, status)
+        if status == 404:
+            raise NotFoundError(message)
+        if status in (400, 422):
+            raise BadRequestError(message, code="engine_refused")
+        if status in (401, 403):
+            raise UnavailableError(
+                f"the engine refuses the proxy: {message}; set engine.api_key", code="engine_auth"
+            )
+        raise UnavailableError(message, code="engine_refused" if status == 503 else "engine_failed")
+
+    async def _raw(
+        self,
+        method: str,
+        path: str,
+        body: bytes | None,
+        timeout_s: float | None,
+        headers: dict[str, str] | None = None,
+    ) -> tuple[int, bytes]:
+        assert self._session is not None, "use as a context manager"
+        sent = {"Content-Type": "application/json", **(headers or {})}
+        try:
+            async with self._session.request(
+                method,
+                self._base + path,
+                data=body,
+                headers=sent,
+                timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONTROL_TIMEOUT_S),
+            ) as response:
+                return response.status, await response.read()
+        except TimeoutError:
+            raise UnavailableError(
+                f"the engine did not answer {path} within {timeout_s} s", code="engine_timeout"
+            ) from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise EngineGoneError(f"the engine cannot be reached: {error}") from None

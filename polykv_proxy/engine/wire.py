@@ -1,0 +1,241 @@
+"""What llama-server says, as core values. Pure: bytes in, values out.
+
+The contract of the patched engine's own routes is written down in ``docs/reference/engine-protocol.md``;
+``PROTOCOL_VERSION`` is checked when an engine becomes ready.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from polykv_proxy.core.types import (
+    EngineFacts,
+    EngineSample,
+    PoolNumber,
+    PoolSample,
+    PoolUid,
+    SlotId,
+    SlotSample,
+    SlotState,
+    Tokens,
+    as_tokens,
+)
+from polykv_proxy.errors import UnavailableError
+
+PROTOCOL_VERSION = 1
+
+STATE_PREFIX_BYTES = 64
+
+
+class _Info(msgspec.Struct):
+    version: int
+    epoch: str
+    build_info: str
+    n_slots: int
+    max_pools: int
+    n_cells: int
+    n_ctx_slot: int
+    bytes_per_cell: int
+    type_k: str
+    type_v: str
+
+
+class _Kv(msgspec.Struct):
+    n_cells: int
+    n_used: int
+
+
+class _Slot(msgspec.Struct):
+    id: int
+    state: SlotState
+    id_task: int
+    tag: int
+    n_gen_total: int
+    n_prompt_total: int
+    n_cached_total: int
+    n_tokens: int
+    n_pool_shared: int
+    n_ctx: int
+    pool_uid: int
+
+
+class _Pool(msgspec.Struct):
+    id_pool: int
+    uid: int
+    n_tokens: int
+
+
+class _Counters(msgspec.Struct):
+    epoch: str
+    n_deferred: int
+    kv: _Kv
+    slots: list[_Slot]
+    pools: list[_Pool]
+
+
+class PoolTimings(msgspec.Struct):
+    """What computing a pool took."""
+
+    cache_n: int
+    """Tokens that came from a parent or from the borrowed slot."""
+    prompt_n: int
+    """Tokens that were computed."""
+    prompt_ms: float
+
+
+class Materialized(msgspec.Struct):
+    """Answer to a pool that was computed."""
+
+    uid: int
+    n_tokens: int
+    timings: PoolTimings
+
+
+class _Error(msgspec.Struct):
+    message: str = ""
+    type: str = ""
+
+
+class _ErrorBody(msgspec.Struct):
+    error: _Error
+
+
+class _Props(msgspec.Struct):
+    total_slots: int = 1
+    build_info: str = ""
+    model_path: str = ""
+    chat_template: str = ""
+    default_generation_settings: dict[str, Any] = {}
+
+
+class _TokenList(msgspec.Struct):
+    tokens: list[int]
+
+
+class _StockSlot(msgspec.Struct):
+    is_processing: bool = False
+
+
+_info = msgspec.json.Decoder(_Info)
+_counters = msgspec.json.Decoder(_Counters)
+_materialized = msgspec.json.Decoder(Materialized)
+_error = msgspec.json.Decoder(_ErrorBody)
+_props = msgspec.json.Decoder(_Props)
+_token_list = msgspec.json.Decoder(_TokenList)
+_stock_slots = msgspec.json.Decoder(list[_StockSlot])
+
+
+def read_info(body: bytes) -> tuple[EngineFacts, dict[str, str]]:
+    """``GET /polykv/engine``: facts, and what of them changes KV bytes.
+
+    Raises:
+        UnavailableError: a protocol version that this proxy does not speak.
+        msgspec.ValidationError: not such a document.
+    """
+    info = _info.decode(body)
+    if info.version != PROTOCOL_VERSION:
+        raise UnavailableError(
+            f"the engine speaks protocol {info.version}, this proxy {PROTOCOL_VERSION}: rebuild one of them",
+            code="engine_protocol",
+        )
+    facts = EngineFacts(
+        epoch=info.epoch,
+        slots=info.n_slots,
+        max_pools=info.max_pools,
+        cells=info.n_cells,
+        ctx_tokens=info.n_ctx_slot,
+        bytes_per_cell=info.bytes_per_cell,
+        build=info.build_info,
+    )
+    return facts, {"type_k": info.type_k, "type_v": info.type_v}
+
+
+def read_counters(body: bytes, now: float) -> EngineSample:
+    """``GET /polykv/engine/counters``, received at monotonic second ``now``."""
+    counters = _counters.decode(body)
+    return EngineSample(
+        epoch=counters.epoch,
+        taken_at=now,
+        cells_used=counters.kv.n_used,
+        cells_total=counters.kv.n_cells,
+        deferred=counters.n_deferred,
+        slots=tuple(
+            SlotSample(
+                slot=SlotId(slot.id),
+                state=slot.state,
+                task=slot.id_task,
+                tag=slot.tag,
+                gen_total=slot.n_gen_total,
+                prompt_total=slot.n_prompt_total,
+                cached_total=slot.n_cached_total,
+                tokens=slot.n_tokens,
+                shared_tokens=slot.n_pool_shared,
+                pool_uid=PoolUid(slot.pool_uid),
+                ctx_tokens=slot.n_ctx,
+            )
+            for slot in counters.slots
+        ),
+        pools=tuple(
+            PoolSample(PoolNumber(pool.id_pool), PoolUid(pool.uid), pool.n_tokens) for pool in counters.pools
+        ),
+    )
+
+
+def read_props(body: bytes) -> tuple[EngineFacts, dict[str, str]]:
+    """``GET /props`` of an engine without the patch: what can be known of it.
+
+    Cells are not reported there: they are taken to be one window for each slot, an upper bound.
+    """
+    props = _props.decode(body)
+    ctx = props.default_generation_settings.get("n_ctx", 0)
+    facts = EngineFacts(
+        epoch="",
+        slots=props.total_slots,
+        max_pools=0,
+        cells=ctx * props.total_slots,
+        ctx_tokens=ctx,
+        bytes_per_cell=0,
+        build=props.build_info,
+    )
+    return facts, {}
+
+
+def read_template_identity(body: bytes) -> dict[str, str]:
+    """``GET /props``: what decides how a chat becomes tokens."""
+    props = _props.decode(body)
+    return {"model_path": props.model_path, "chat_template": props.chat_template}
+
+
+def read_tokens(body: bytes) -> Tokens:
+    """``{"tokens": [...]}`` of the tokenizing and counting routes.
+
+    Raises:
+        msgspec.ValidationError: no token ids in it; the engine lacks the patch.
+    """
+    return as_tokens(_token_list.decode(body).tokens)
+
+
+def read_materialized(body: bytes) -> Materialized:
+    """Answer to a materialized pool."""
+    return _materialized.decode(body)
+
+
+def read_uid(body: bytes) -> PoolUid:
+    """The engine's uid in the answer to a pool operation."""
+    return PoolUid(msgspec.json.decode(body)["uid"])
+
+
+def read_busy_slots(body: bytes) -> int:
+    """``GET /slots`` of any engine: how many slots work."""
+    return sum(slot.is_processing for slot in _stock_slots.decode(body))
+
+
+def read_error(body: bytes, status: int) -> str:
+    """The sentence in an engine's error body, or a stand-in."""
+    try:
+        message = _error.decode(body).error.message
+    except msgspec.DecodeError:
+        message = ""
+    return message or f"the engine answered with status {status}"

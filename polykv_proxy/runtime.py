@@ -1,0 +1,394 @@
+"""Carries out what the control plane decides.
+
+The runtime owns the plane of one engine, gives it the time, and turns its commands into calls. It is the
+only module that touches both. The event loop is the lock: between two awaits nothing else runs, so a
+decision and the state it was made on cannot drift apart. Where a step must not be torn, a comment says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import time
+from time import monotonic
+from typing import TYPE_CHECKING
+
+import structlog
+
+from polykv_proxy.core.plane import (
+    Admit,
+    AwaitIdle,
+    Command,
+    ControlPlane,
+    Lease,
+    Queue,
+    Reject,
+    Ticket,
+    WakeQueued,
+)
+from polykv_proxy.core.slots import Ask, Content
+from polykv_proxy.core.types import Capability, PoolNumber, PoolState, PoolUid, Scope, SlotState
+from polykv_proxy.engine.state import EngineState
+from polykv_proxy.errors import PolyKVError, SaturatedError, UnavailableError
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine
+    from typing import Any
+
+    from polykv_proxy.core.pools import PrefixPool
+    from polykv_proxy.core.types import EngineSample, Tokens
+    from polykv_proxy.edge.tasks import TaskSet
+    from polykv_proxy.engine.client import EngineClient
+    from polykv_proxy.engine.state import EngineStatus
+    from polykv_proxy.engine.wire import Materialized
+
+log = structlog.get_logger(__name__)
+
+LAUNCH_GRACE_S = 3.0
+"""An abandoned request that the engine has not started by then will not start: the engine looks at a
+closed connection at least once a second."""
+
+IDLE_POLL_S = 0.05
+"""Between two looks at an abandoned request's slot."""
+
+SELF_TEST_TOKENS = 48
+FRESH_S = 0.1
+"""Age up to which a sample serves readers who want the present; bounds polling whatever they do."""
+
+RETRY_READY_S = 1.0
+
+
+class Pending:
+    """A request's wait for its slots."""
+
+    def __init__(self, runtime: Runtime, ticket: Ticket | None, lease: Lease | None) -> None:
+        self._runtime = runtime
+        self._ticket = ticket
+        self.lease = lease
+        self.woken: asyncio.Future[Lease] | None = None
+
+    async def wait(self, timeout_s: float) -> Lease | None:
+        """The lease, or None when ``timeout_s`` seconds pass without one; wait again or give up then."""
+        if self.lease is None:
+            assert self.woken is not None
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    self.lease = await asyncio.shield(self.woken)
+        return self.lease
+
+    def give_up(self) -> None:
+        """Leave the queue; a lease that came in the meantime goes to the next in line."""
+        if self._ticket is not None and self.lease is None:
+            self._runtime.gave_up(self._ticket)
+
+
+class _Materialization:
+    """A pool that is being computed, and those who wait for it."""
+
+    def __init__(self) -> None:
+        self.result: asyncio.Future[Materialized] = asyncio.get_running_loop().create_future()
+        self.waiters = 0
+        self.task: asyncio.Task[None] | None = None
+
+
+class Runtime:
+    """One engine's control plane at work.
+
+    Args:
+        plane: its state.
+        client: the way to the engine.
+        tasks: where background work is kept.
+    """
+
+    def __init__(self, plane: ControlPlane, client: EngineClient, tasks: TaskSet) -> None:
+        self.plane = plane
+        self.client = client
+        self.status: EngineStatus | None = None
+        self.serving = asyncio.Event()
+        """Set while requests can be sent to the engine."""
+        self.sampled = asyncio.Event()
+        """Set, then cleared, whenever a request starts or ends: the sampler looks at once."""
+        self._tasks = tasks
+        self._waiters: dict[int, Pending] = {}
+        self._jobs: dict[int, _Materialization] = {}
+        self._sampling: asyncio.Future[EngineSample] | None = None
+        self._ready_task: asyncio.Task[None] | None = None
+
+    @staticmethod
+    def now_ts() -> float:
+        """Epoch seconds: the one place where wall time enters."""
+        return time.time()  # noqa: TID251 - this is that place
+
+    # -- the engine's life -------------------------------------------------------------------------------
+
+    def on_engine_status(self, status: EngineStatus) -> None:
+        """The supervisor's report."""
+        before, self.status = self.status, status
+        if before is None or (before.state, before.reason) != (status.state, status.reason):
+            log.info("engine_state", state=status.state.value, reason=status.reason, pid=status.pid)
+        if self._ready_task is not None:
+            self._ready_task.cancel()
+            self._ready_task = None
+        if status.state is EngineState.READY:
+            self._ready_task = self._spawn(self._become_ready())
+        else:
+            self.plane.on_engine_down()
+            self.serving.clear()
+
+    async def _become_ready(self) -> None:
+        """Find out what the engine can do, then let requests in; tried again while it stays up."""
+        while True:
+            try:
+                facts, patched, identity = await self.client.describe()
+                capability, reason = await self._find_capability(patched=patched)
+            except PolyKVError as error:
+                log.warning("engine_not_understood", reason=error.message)
+                await asyncio.sleep(RETRY_READY_S)
+                continue
+            digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+            log.info(
+                "engine_ready",
+                capability=capability.value,
+                reason=reason,
+                slots=facts.slots,
+                cells=facts.cells,
+            )
+            self._perform(self.plane.on_engine_ready(facts, capability, reason, digest, monotonic()))
+            self.serving.set()
+            return
+
+    async def _find_capability(self, *, patched: bool) -> tuple[Capability, str | None]:
+        """Claim only what was seen to work on the loaded model."""
+        if not patched:
+            return Capability.RELAY, "the engine has no prefix pools: it is not patched, or they are off"
+        sample = await self.client.counters()
+        known = self.plane.facts is not None and self.plane.facts.epoch == sample.epoch
+        if known or sample.busy:
+            # either tested already, or in use by others: a test would disturb them
+            return (
+                (self.plane.capability, self.plane.capability_reason)
+                if known
+                else (Capability.ZERO_COPY, None)
+            )
+        for pool in sample.pools:
+            await self.client.release(pool.number)  # left by a proxy that is gone: nobody knows their ids
+        reason = await self._self_test()
+        return (Capability.ZERO_COPY, None) if reason is None else (Capability.RELAY, reason)
+
+    async def _self_test(self) -> str | None:
+        """Compute a pool, attach to it, release it; returns what went wrong, or None."""
+        words = await self.client.tokenize("The quick brown fox jumps over the lazy dog. " * 12)
+        tokens, number = words[:SELF_TEST_TOKENS], PoolNumber(0)
+        before = await self.client.counters()
+        slot = before.slots[0].slot
+        await self.client.materialize(number, tokens, slot, 0)
+        headers = {"X-PolyKV-Slot": str(slot), "X-PolyKV-Attach": str(number)}
+        answer = await self.client.complete(words[: SELF_TEST_TOKENS + 8], headers)
+        attached = await self.client.counters()
+        await self.client.release(number)
+        await self.client.slot_action(
+            slot, "action=erase", b"{}"
+        )  # not every engine may; the sum holds anyway
+        after = await self.client.counters()
+        cached = answer.get("timings", {}).get("cache_n")
+        if cached != len(tokens):
+            return f"self-test: an attached request reused {cached} of {len(tokens)} tokens"
+        if attached.slots[0].shared_tokens != len(tokens):
+            return f"self-test: the slot shares {attached.slots[0].shared_tokens} of {len(tokens)} cells"
+        held = sum(one.tokens for one in after.slots) - sum(one.tokens for one in before.slots)
+        if after.cells_used - before.cells_used != held:
+            return f"self-test: {after.cells_used - before.cells_used - held} cells did not come back"
+        return None
+
+    # -- requests ----------------------------------------------------------------------------------------
+
+    def request(self, ask: Ask, *, conversation: bool = True) -> Pending:
+        """Ask for slots.
+
+        Raises:
+            SaturatedError: too many wait already.
+        """
+        decision = self.plane.on_request(ask, monotonic(), now_ts=self.now_ts(), conversation=conversation)
+        match decision:
+            case Admit(lease):
+                self.sampled.set()
+                return Pending(self, None, lease)
+            case Queue(ticket):
+                pending = Pending(self, ticket, None)
+                pending.woken = asyncio.get_running_loop().create_future()
+                self._waiters[id(ticket)] = pending
+                return pending
+            case Reject(code, message):
+                raise SaturatedError(message, code=code, retry_after_s=2)
+
+    def gave_up(self, ticket: Ticket) -> None:
+        """See ``Pending.give_up``."""
+        self._waiters.pop(id(ticket), None)
+        self._perform(self.plane.on_gave_up(ticket, monotonic()))
+
+    def finish(self, lease: Lease, *, clean: bool, content: Content, stop: bool = True) -> None:
+        """End a lease; see ``ControlPlane.on_finished``."""
+        self._perform(self.plane.on_finished(lease, monotonic(), clean=clean, content=content, stop=stop))
+        self.sampled.set()
+
+    def _perform(self, commands: list[Command]) -> None:
+        for command in commands:
+            match command:
+                case WakeQueued(ticket):
+                    pending = self._waiters.pop(id(ticket), None)
+                    if pending is None or pending.woken is None or ticket.lease is None:
+                        self._perform(self.plane.on_gave_up(ticket, monotonic()))
+                    else:
+                        pending.woken.set_result(ticket.lease)
+                case AwaitIdle(lease, stop):
+                    self._spawn(self._await_idle(lease, stop=stop))
+
+    async def _await_idle(self, lease: Lease, *, stop: bool) -> None:
+        """A client left: stop what the engine does for it, then give the slots away."""
+        deadline = monotonic() + LAUNCH_GRACE_S
+        while self.plane.serving:
+            try:
+                if self.plane.capability is Capability.RELAY:
+                    if await self._quiet_enough(lease, deadline):
+                        break
+                elif await self._is_over(lease, deadline, stop=stop):
+                    break
+            except PolyKVError as error:
+                log.debug("abandoned_request_poll_failed", reason=error.message)
+            await asyncio.sleep(IDLE_POLL_S)
+        self._perform(self.plane.on_slots_idle(lease, monotonic(), Content.NEW))
+        self.sampled.set()
+
+    async def _is_over(self, lease: Lease, deadline: float, *, stop: bool) -> bool:
+        """One look at a patched engine; returns whether the lease's slots are idle for good."""
+        sample = await self.client.counters()
+        slots = [slot for slot in sample.slots if slot.slot in lease.slots]
+        if not any(slot.tag == lease.lease_id for slot in slots):
+            return monotonic() > deadline  # not started yet, or refused before it started
+        busy = [slot for slot in slots if slot.state is not SlotState.IDLE]
+        for slot in busy:
+            if stop and slot.tag == lease.lease_id:
+                await self.client.cancel(slot.slot, slot.task)
+        return not busy
+
+    async def _quiet_enough(self, lease: Lease, deadline: float) -> bool:
+        """One look at an engine that does not tell whose task is where: no more busy slots than we run."""
+        others = sum(slot.lease is not None for slot in self.plane.board) - len(lease.slots)
+        return await self.client.busy_slots() <= others or monotonic() > deadline + LAUNCH_GRACE_S
+
+    # -- samples -----------------------------------------------------------------------------------------
+
+    async def sample(self, max_age_s: float = FRESH_S) -> EngineSample | None:
+        """A reading no older than ``max_age_s`` seconds; one call to the engine serves all who ask.
+
+        None on an engine without counters, or when it does not answer; the last one stays published.
+        """
+        if self.plane.capability is not Capability.ZERO_COPY or not self.plane.serving:
+            return self.plane.sample
+        last = self.plane.sample
+        if last is not None and monotonic() - last.taken_at <= max_age_s:
+            return last
+        if self._sampling is None:
+            self._sampling = asyncio.get_running_loop().create_future()
+            self._spawn(self._take_sample(self._sampling))
+        try:
+            return await asyncio.shield(self._sampling)
+        except PolyKVError:
+            return self.plane.sample
+
+    async def _take_sample(self, result: asyncio.Future[EngineSample]) -> None:
+        try:
+            sample = await self.client.counters()
+        except PolyKVError as error:
+            self._sampling = None
+            result.set_exception(error)
+            result.exception()  # nobody may be waiting any more
+            return
+        self._sampling = None
+        self.plane.on_sample(sample)
+        result.set_result(sample)
+
+    # -- pools -------------------------------------------------------------------------------------------
+
+    async def create_pool(
+        self, tokens: Tokens, scope: Scope, *, label: str | None, pin: bool
+    ) -> tuple[PrefixPool, bool, Materialized | None]:
+        """The resident pool of this content; whether it was created now, and what that took.
+
+        Those who ask for the same content at the same time share one prefill; it stops when the last of
+        them leaves.
+
+        Raises:
+            BadRequestError, PoolCapacityError, DisabledError, UnavailableError: see
+                ``ControlPlane.begin_pool``; the engine's refusals.
+        """
+        pool, compute = self.plane.begin_pool(tokens, scope, label=label, pin=pin, now_ts=self.now_ts())
+        if not compute and pool.state is not PoolState.MATERIALIZING:
+            return pool, False, None
+        job = self._jobs.get(id(pool))
+        if job is None:
+            job = self._jobs[id(pool)] = _Materialization()
+            job.task = self._spawn(self._materialize(pool, job))
+        job.waiters += 1
+        try:
+            return pool, compute, await asyncio.shield(job.result)
+        finally:
+            job.waiters -= 1
+            if job.waiters == 0 and job.task is not None and not job.result.done():
+                job.task.cancel()
+
+    async def _materialize(self, pool: PrefixPool, job: _Materialization) -> None:
+        clean = True
+        lease: Lease | None = None
+        pending: Pending | None = None
+        try:
+            pending = self.request(Ask(scope=pool.scope), conversation=False)
+            while lease is None:
+                lease = await pending.wait(60.0)
+            clean = False
+            done = await self.client.materialize(pool.number, pool.tokens, lease.slots[0], lease.lease_id)
+            clean = True
+            self.plane.on_pool_ready(pool, PoolUid(done.uid))
+            job.result.set_result(done)
+            log.info(
+                "pool_created", pool_id=pool.pool_id, tokens=pool.prefix_len, computed=done.timings.prompt_n
+            )
+        except PolyKVError as error:
+            clean = clean or not isinstance(error, UnavailableError)
+            job.result.set_exception(error)
+            job.result.exception()  # the last waiter may be gone
+            log.info("pool_failed", pool_id=pool.pool_id, tokens=pool.prefix_len, reason=error.message)
+        finally:
+            self._jobs.pop(id(pool), None)
+            if not job.result.done():
+                job.result.cancel()
+            if pending is not None:
+                pending.give_up()
+            self.plane.on_pool_failed(pool)  # no effect on one that is resident
+            if lease is not None:
+                self.finish(lease, clean=clean, content=Content.NOTHING)
+
+    async def release_pool(self, pool: PrefixPool, *, recursive: bool) -> tuple[list[PrefixPool], int]:
+        """Release a pool, with its subtree if asked; returns what went and how many cells were freed.
+
+        Raises:
+            PoolInUseError: children, or it is being computed.
+        """
+        doomed = self.plane.tree.check_release(pool, recursive=recursive)
+        for each in doomed:
+            self.plane.tree.release(each)  # no await since the check: the ids go together
+        freed = 0
+        for each in doomed:
+            if not each.resident:
+                continue
+            try:
+                freed += await self.client.release(each.number)
+            finally:
+                self.plane.tree.retired(each)
+        log.info("pool_released", pool_id=pool.pool_id, pools=len(doomed), cells_freed=freed)
+        return doomed, freed
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        return self._tasks.spawn(coroutine)
