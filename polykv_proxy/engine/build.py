@@ -154,12 +154,12 @@ def build(request: BuildRequest, progress: Progress | None = None) -> Engine:
     plan = _Plan(request, series, progress)
     try:
         engine = plan.find()
-        if engine is None:
+        if engine is None or engine != _read_engine(plan.root / "current"):
             plan.root.mkdir(parents=True, exist_ok=True)
             waiting = "another build is running; waiting for it to end"
             with locked(plan.root / ".lock", lambda: progress.note(waiting)):
                 engine = plan.find() or plan.make()
-        _point_current_at(engine)
+                _point_current_at(engine)
     except OSError as error:
         raise storage_error(error, request.cache) from None
     except KeyboardInterrupt:
@@ -336,13 +336,11 @@ def _read_engine(home: Path) -> Engine | None:
 
 
 def _point_current_at(engine: Engine) -> None:
-    current = engine.home.parent / "current"
-    if current.is_symlink() and current.readlink() == Path(engine.home.name):
-        return
-    fresh = current.with_name(f".current-{os.getpid()}")
+    """Make ``current`` name this engine; called with the cache's lock held."""
+    fresh = engine.home.parent / ".current"
     fresh.unlink(missing_ok=True)
     fresh.symlink_to(engine.home.name)
-    fresh.replace(current)
+    fresh.replace(engine.home.parent / "current")
 
 
 def _cpuinfo() -> str:

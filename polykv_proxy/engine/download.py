@@ -93,6 +93,8 @@ def _why_pip_failed(requirement: str, output: str) -> str:
         return f"{requirement}: this Python has no pip; install it with `{sys.executable} -m ensurepip`"
     if _NO_NETWORK.search(output):
         return f"{requirement}: the package index cannot be reached; check the network and pip's settings"
+    if "No matching distribution" in output:
+        return f"{requirement}: the package index has no such file or cannot be reached"
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR")]
     return f"{requirement}: pip download failed: {(errors or lines or ['no output'])[-1]}"
