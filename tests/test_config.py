@@ -92,7 +92,7 @@ def test_command_line_beats_environment_beats_file_beats_default(write, monkeypa
     assert settings.engine.max_pools == 3
     assert settings.engine.ctx_size == 512
     assert settings.queue.max_depth == 7
-    assert settings.queue.max_wait_s == 60.0
+    assert settings.queue.max_wait_s == 600.0
 
 
 def test_lists_from_the_environment_are_json(monkeypatch):

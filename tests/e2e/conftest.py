@@ -1,0 +1,55 @@
+"""Fixtures of the real-engine tests: binaries, model, and proxies that several tests share."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import pytest_asyncio
+
+from polykv_proxy import config
+from polykv_proxy.engine import build, model
+from e2e.harness import Served, serve
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Everything here needs the engine; tests that share a proxy share its event loop."""
+    for item in items:
+        if "/e2e/" in str(item.path):
+            item.add_marker(pytest.mark.engine)
+
+
+@pytest.fixture(scope="session")
+def patched() -> Path:
+    """The patched llama-server; built if it is not there yet."""
+    chosen = os.environ.get("POLYKV_ENGINE__BINARY")
+    return Path(chosen) if chosen else build.ensure(config.load().cache_path).binary
+
+
+@pytest.fixture(scope="session")
+def stock(patched: Path) -> Path:
+    """llama-server without the patch, built in the same tree."""
+    return patched.with_name("llama-server-stock")
+
+
+@pytest.fixture(scope="session")
+def smollm() -> Path:
+    """The built-in model."""
+    return model.ensure(config.load().cache_path)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def served(
+    tmp_path_factory: pytest.TempPathFactory, patched: Path, smollm: Path
+) -> AsyncIterator[Served]:
+    """A proxy with 4 slots, 8,192 cells and 6 pools, shared by the tests of a module."""
+    assert patched.exists()
+    assert smollm.exists()
+    sizes = ("--parallel", "4", "--ctx-size", "8192", "--max-pools", "6")
+    async with serve(tmp_path_factory.mktemp("served"), *sizes) as proxy:
+        yield proxy
