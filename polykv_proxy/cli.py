@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -16,7 +18,8 @@ from polykv_proxy import __version__
 from polykv_proxy.errors import ConfigError, PolyKVError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
+    from types import FrameType
 
     from polykv_proxy.config import Settings
 
@@ -27,7 +30,7 @@ EXIT_INTERRUPTED = 130
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run one command and exit with its status."""
-    args = _parser().parse_args(argv)
+    args = _parser().parse_args(_joined(sys.argv[1:] if argv is None else argv))
     try:
         status: int = args.command(args)
         sys.stdout.flush()
@@ -44,9 +47,34 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     raise SystemExit(status)
 
 
+@contextmanager
+def _sigterm_interrupts() -> Iterator[None]:
+    """Let SIGTERM end a build as Ctrl-C does: its processes waited for, its stage removed."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def _complain(error: PolyKVError, status: int) -> int:
     print(f"polykv-proxy: {error.message}", file=sys.stderr)
     return status
+
+
+def _joined(argv: Sequence[str]) -> list[str]:
+    """``--engine-arg -ngl`` as ``--engine-arg=-ngl``: argparse takes no value that looks like an option."""
+    joined: list[str] = []
+    for word in argv:
+        if joined and joined[-1] in ("--engine-arg", "--cmake-arg"):
+            joined[-1] += f"={word}"
+        else:
+            joined.append(word)
+    return joined
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -110,7 +138,7 @@ def _add_engine(commands: Any) -> None:
         action="append",
         default=[],
         metavar="ARG",
-        help="further cmake argument, such as --cmake-arg=-DGGML_CUDA=ON; may be repeated",
+        help="further cmake argument, such as --cmake-arg -DGGML_CUDA=ON; may be repeated",
     )
     build.add_argument("--no-check", action="store_true", help="install without running the result first")
     build.set_defaults(command=_engine_build)
@@ -144,7 +172,7 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
         "--engine-arg",
         action="append",
         metavar="ARG",
-        help="further llama-server argument, one word each: --engine-arg=-ngl --engine-arg=99",
+        help="further llama-server argument, one word each: --engine-arg -ngl --engine-arg 99",
     )
 
 
@@ -196,10 +224,11 @@ def _with_engine(settings: Settings) -> Settings:
     if settings.engine.url is not None:
         return settings
     chosen: dict[str, Path] = {}
-    if settings.engine.model is None:
-        chosen["model"] = model.ensure(settings.cache_path)
-    if settings.engine.binary is None:
-        chosen["binary"] = build.ensure(settings.cache_path).binary
+    with _sigterm_interrupts():
+        if settings.engine.model is None:
+            chosen["model"] = model.ensure(settings.cache_path)
+        if settings.engine.binary is None:
+            chosen["binary"] = build.ensure(settings.cache_path).binary
     return settings.model_copy(update={"engine": settings.engine.model_copy(update=chosen)})
 
 
@@ -213,7 +242,8 @@ def _engine_build(args: argparse.Namespace) -> int:
         cmake_args=tuple(args.cmake_arg),
         check=not args.no_check,
     )
-    print(build.build(request).binary)
+    with _sigterm_interrupts():
+        print(build.build(request).binary)
     return 0
 
 

@@ -306,8 +306,9 @@ def test_two_builds_at_once_build_once(world):
     assert len(world.runs()) == 2
 
 
-def test_interruption_installs_nothing_and_leaves_no_process(world):
-    """Ctrl-C in the middle of a compilation."""
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interruption_installs_nothing_and_leaves_no_process(world, number):
+    """Ctrl-C or a service manager's stop in the middle of a compilation."""
     world.put("ninja_hangs")
     code = "import sys, fake_build; fake_build.build_in(sys.argv[1])"
     argv = [sys.executable, "-c", code, str(world.folder)]
@@ -315,7 +316,7 @@ def test_interruption_installs_nothing_and_leaves_no_process(world):
         argv, cwd=Path(__file__).parent, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     ninja = int(wait_for(world.runs)[0][0])
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     out, err = process.communicate()
     assert (process.returncode, out) == (1, "")
     assert err.splitlines()[-1] == "polykv-proxy: interrupted; nothing was installed"

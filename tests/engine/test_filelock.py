@@ -1,0 +1,51 @@
+"""Locks that end with their holder."""
+
+import os
+import subprocess
+import sys
+
+from polykv_proxy.engine.filelock import locked, try_lock
+
+
+def test_one_holder_at_a_time(tmp_path):
+    """The second gets nothing until the first lets go."""
+    first = try_lock(tmp_path / "lock")
+    assert try_lock(tmp_path / "lock") is None
+    os.close(first)
+    second = try_lock(tmp_path / "lock")
+    assert second is not None
+    os.close(second)
+
+
+def test_child_that_inherits_the_lock_keeps_it(tmp_path):
+    """This is how a killed proxy's engine is noticed."""
+    lock = try_lock(tmp_path / "lock")
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=(lock,))
+    os.close(lock)
+    assert try_lock(tmp_path / "lock") is None
+    child.communicate(b"\n")
+    again = try_lock(tmp_path / "lock")
+    assert again is not None
+    os.close(again)
+
+
+def test_child_does_not_inherit_it_by_accident(tmp_path):
+    """A helper process must not keep a lock alive."""
+    lock = try_lock(tmp_path / "lock")
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, close_fds=False)
+    os.close(lock)
+    again = try_lock(tmp_path / "lock")
+    assert again is not None
+    os.close(again)
+    child.communicate(b"\n")
+
+
+def test_waiting_is_announced_only_when_it_happens(tmp_path):
+    """Nobody reads about a wait that did not happen."""
+    said = []
+    with locked(tmp_path / "lock", lambda: said.append("waiting")):
+        assert try_lock(tmp_path / "lock") is None
+    assert said == []
+    with locked(tmp_path / "lock", lambda: said.append("waiting")):
+        pass
+    assert said == []

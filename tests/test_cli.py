@@ -1,0 +1,218 @@
+"""The command: arguments in, one call out, errors as one line."""
+
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+import polykv_proxy
+from polykv_proxy import cli
+from polykv_proxy.engine import build, model, prove
+from polykv_proxy.errors import BuildError, ConfigError, UnavailableError
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch, tmp_path):
+    """No variable of the machine reaches a test, and the cache is empty."""
+    for name in list(os.environ):
+        if name.upper().startswith("POLYKV_"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("POLYKV_CACHE_DIR", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def run(capsys):
+    """Run the command; returns its status, output and error output."""
+
+    def run(*argv):
+        with pytest.raises(SystemExit) as caught:
+            cli.main(argv)
+        return caught.value.code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def calls(monkeypatch, tmp_path):
+    """What reached the modules that do the work; nothing is built or served."""
+    calls = []
+
+    def take(name, result):
+        def call(*args, **kwargs):
+            calls.append((name, args, kwargs))
+            return result
+
+        return call
+
+    home = tmp_path / "engine"
+    manifest = build.Manifest(tag="b1", series="x", source=None, flags="AVX2", cmake_args=(), checked=True)
+    engine = build.Engine(home, manifest)
+    for module, name, result in [
+        (build, "build", engine),
+        (build, "ensure", engine),
+        (build, "installed", engine),
+        (model, "ensure", tmp_path / "built-in.gguf"),
+        (prove, "prove", prove.Proof(tokens=8, decode_tps=42.4)),
+    ]:
+        monkeypatch.setattr(module, name, take(f"{module.__name__.rpartition('.')[2]}.{name}", result))
+    for name in ("app", "demo"):
+        fake = types.ModuleType(f"polykv_proxy.{name}")
+        fake.run = take(f"{name}.run", 0)
+        monkeypatch.setitem(sys.modules, f"polykv_proxy.{name}", fake)
+        monkeypatch.setattr(polykv_proxy, name, fake, raising=False)
+    return calls
+
+
+def test_version(run):
+    """The package's."""
+    assert run("--version") == (0, f"polykv-proxy {polykv_proxy.__version__}\n", "")
+
+
+def test_serve_without_arguments_is_a_complete_system(run, calls, tmp_path):
+    """Built-in model, patched engine, default address."""
+    assert run("serve")[0] == 0
+    name, (settings,), _ = calls[-1]
+    assert name == "app.run"
+    assert settings.listen == "127.0.0.1:8090"
+    assert settings.engine.model == tmp_path / "built-in.gguf"
+    assert settings.engine.binary == tmp_path / "engine" / "bin" / "llama-server"
+
+
+def test_serve_arguments_become_settings(run, calls):
+    """Each flag is a key; arguments for the engine keep their order."""
+    status, *_ = run(
+        *("serve", "--listen", "[::1]:1", "--model", "/m.gguf", "--parallel", "2", "--ctx-size", "512"),
+        *("--max-pools", "3", "--engine-arg", "-ngl", "--engine-arg=99"),
+    )
+    assert status == 0
+    settings = calls[-1][1][0]
+    assert settings.listen == "[::1]:1"
+    assert settings.engine.model == Path("/m.gguf")
+    assert (settings.engine.parallel, settings.engine.ctx_size, settings.engine.max_pools) == (2, 512, 3)
+    assert settings.engine.args == ("-ngl", "99")
+    assert [name for name, *_ in calls] == ["build.ensure", "app.run"]
+
+
+def test_serve_that_attaches_needs_no_engine(run, calls):
+    """Nothing is built or fetched."""
+    assert run("serve", "--engine-url", "http://127.0.0.1:8080")[0] == 0
+    assert [name for name, *_ in calls] == ["app.run"]
+
+
+def test_serve_reads_the_file_beneath_the_flags(run, calls, tmp_path):
+    """A flag wins over the file."""
+    file = tmp_path / "c.yaml"
+    file.write_text("engine: {parallel: 2, max_pools: 2}")
+    run("serve", "--config", str(file), "--parallel", "3")
+    settings = calls[-1][1][0]
+    assert (settings.engine.parallel, settings.engine.max_pools) == (3, 2)
+
+
+def test_demo(run, calls):
+    """Eight agents on a long prompt by default."""
+    run("demo")
+    assert calls[-1][2] == {"k": 8, "prefix_tokens": 1400, "json_only": False}
+    run("demo", "--k", "16", "--prefix-tokens", "300", "--json")
+    assert calls[-1][2] == {"k": 16, "prefix_tokens": 300, "json_only": True}
+
+
+def test_engine_build(run, calls, tmp_path):
+    """Arguments reach the request; the path of the binary is the output."""
+    status, out, _ = run(
+        *("engine", "build", "--source", "/src", "--jobs", "3"),
+        *("--cmake-arg=-DGGML_CUDA=ON", "--cmake-arg", "-DX=Y", "--no-check"),
+    )
+    assert (status, out) == (0, f"{tmp_path}/engine/bin/llama-server\n")
+    (request,) = calls[-1][1]
+    assert request == build.BuildRequest(
+        cache=tmp_path / "cache",
+        source=Path("/src"),
+        jobs=3,
+        cmake_args=("-DGGML_CUDA=ON", "-DX=Y"),
+        check=False,
+    )
+
+
+def test_engine_path_and_check(run, calls, tmp_path):
+    """Both binaries have a path; a check says what it saw."""
+    assert run("engine", "path")[1] == f"{tmp_path}/engine/bin/llama-server\n"
+    assert run("engine", "path", "--stock")[1] == f"{tmp_path}/engine/bin/llama-server-stock\n"
+    assert run("engine", "check")[1] == f"{tmp_path}/engine/bin/llama-server: 8 tokens decoded, 42 tokens/s\n"
+
+
+def test_engine_path_without_an_engine(run):
+    """One line with the next step."""
+    status, out, err = run("engine", "path")
+    assert (status, out) == (1, "")
+    assert err == "polykv-proxy: no engine is installed; build it with `polykv-proxy engine build`\n"
+
+
+def test_config_show(run, monkeypatch):
+    """Effective values, secrets masked."""
+    monkeypatch.setenv("POLYKV_ADMIN_API_KEY", "s3cret")
+    status, out, _ = run("config", "show")
+    assert status == 0
+    assert "admin_api_key: '**********'" in out
+    assert "s3cret" not in out
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [],
+        ["frob"],
+        ["serve", "--frob"],
+        ["demo", "--k", "0"],
+        ["demo", "--k", "many"],
+        ["serve", "--parallel", "many"],
+        ["serve", "--listen", "nowhere"],
+        ["config", "show", "--config", "/nonexistent.yaml"],
+    ],
+)
+def test_wrong_arguments_and_configuration_exit_with_2(run, argv):
+    """Whoever finds it, argparse or the settings."""
+    status, out, err = run(*argv)
+    assert (status, out) == (2, "")
+    assert "Traceback" not in err
+    assert err.splitlines()[-1].startswith("polykv-proxy")
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (ConfigError("engine.args: --port cannot be used"), 2),
+        (BuildError("no compiler"), 1),
+        (UnavailableError("engine gone"), 1),
+        (KeyboardInterrupt(), 130),
+    ],
+)
+def test_errors_end_as_a_status(run, calls, monkeypatch, error, status):
+    """Ours are one line, an interruption is silent."""
+
+    def fail(settings):
+        raise error
+
+    monkeypatch.setattr(polykv_proxy.app, "run", fail)
+    code, _, err = run("serve")
+    assert code == status
+    assert err == ("" if status == 130 else f"polykv-proxy: {error}\n")
+
+
+def test_reader_that_goes_away_is_no_error_message():
+    """As with `polykv-proxy config show | head -1`."""
+    command = f"{sys.executable} -m polykv_proxy config show | true"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert done.stderr == ""
+
+
+def test_help_answers_without_loading_the_work():
+    """No aiohttp, no pydantic: `--help` is instant."""
+    code = (
+        "import sys\nfrom polykv_proxy import cli\n"
+        "try: cli.main(['--version'])\nexcept SystemExit: pass\n"
+        "assert not {'aiohttp', 'pydantic', 'yaml'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
