@@ -19,7 +19,6 @@ from polykv_proxy.errors import ConfigError, PolyKVError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-    from types import FrameType
 
     from polykv_proxy.config import Settings
 
@@ -50,11 +49,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 @contextmanager
 def _sigterm_interrupts() -> Iterator[None]:
     """Let SIGTERM end a build as Ctrl-C does: its processes waited for, its stage removed."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
     finally:
