@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import pytest
 import pytest_asyncio
 
+from e2e.harness import Served, serve
 from polykv_proxy import config
 from polykv_proxy.engine import build, model
-from e2e.harness import Served, serve
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

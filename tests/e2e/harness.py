@@ -150,8 +150,16 @@ async def serve(
         **(env or {}),
     }
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "polykv_proxy", "serve", "--listen", "127.0.0.1:0", *args,
-        env=environment, stderr=asyncio.subprocess.PIPE, stdin=asyncio.subprocess.DEVNULL,
+        sys.executable,
+        "-m",
+        "polykv_proxy",
+        "serve",
+        "--listen",
+        "127.0.0.1:0",
+        *args,
+        env=environment,
+        stderr=asyncio.subprocess.PIPE,
+        stdin=asyncio.subprocess.DEVNULL,
     )
     log: list[dict[str, Any]] = []
     port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -204,8 +212,17 @@ async def bare_engine(binary: Path, model: Path, folder: Path, *args: str) -> As
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "engine.log").open("wb") as log:
         process = await asyncio.create_subprocess_exec(
-            str(binary), "-m", str(model), "--host", "127.0.0.1", "--port", str(port), *args,
-            stdout=log, stderr=log, stdin=asyncio.subprocess.DEVNULL,
+            str(binary),
+            "-m",
+            str(model),
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(port),
+            *args,
+            stdout=log,
+            stderr=log,
+            stdin=asyncio.subprocess.DEVNULL,
         )
         http = Http(f"http://127.0.0.1:{port}")
         try:

@@ -15,7 +15,9 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 SYSTEM = "You are a careful assistant of a small shop. " + " ".join(
     f"Rule {number}: never promise more than {number} parcels a day." for number in range(1, 25)
 )
-OTHER = "You translate letters. " + " ".join(f"Letter {number} is about the harbour." for number in range(1, 20))
+OTHER = "You translate letters. " + " ".join(
+    f"Letter {number} is about the harbour." for number in range(1, 20)
+)
 
 
 def chat(text: str, **extra: Any) -> dict[str, Any]:
@@ -73,7 +75,10 @@ async def test_exact_attach_computes_only_what_is_new(clean: Served) -> None:
 async def test_diverging_request_attaches_to_what_agrees(clean: Served) -> None:
     """POOL-8: a request whose prompt leaves the pool's tokens early reuses the common part only."""
     pool = await make(clean)
-    messages = [{"role": "system", "content": SYSTEM[:300] + " But be brief."}, {"role": "user", "content": "Hi"}]
+    messages = [
+        {"role": "system", "content": SYSTEM[:300] + " But be brief."},
+        {"role": "user", "content": "Hi"},
+    ]
     body = {"messages": messages, "max_tokens": 2, "pool_id": pool["pool_id"]}
     answer = (await clean.http.post("/v1/chat/completions", body)).json
     assert 0 < answer["timings"]["cache_n"] < pool["prefix_len"]
@@ -105,7 +110,9 @@ async def test_requests_on_a_released_or_unknown_pool_run_plain(clean: Served) -
     pool = await make(clean)
     await drop(clean, pool["pool_id"])
     for handle in (pool["pool_id"], "never-existed"):
-        answer = await clean.http.post("/v1/chat/completions", chat("Hi", pool_id=handle, session_id=handle[:8]))
+        answer = await clean.http.post(
+            "/v1/chat/completions", chat("Hi", pool_id=handle, session_id=handle[:8])
+        )
         assert answer.status == 200
         assert answer.json["opencoti"]["pool_unknown"] is True
         assert "x-pool-id" not in answer.headers
@@ -193,7 +200,10 @@ async def test_eight_agents_on_four_slots_compute_the_prefix_once(clean: Served)
     """The main job: prompt tokens computed = prefix once + each agent's own, more agents than slots."""
     before = await clean.quiet()
     pool = await make(clean)
-    bodies = [chat(f"I am agent {number}", pool_id=pool["pool_id"], session_id=f"agent-{number}") for number in range(8)]
+    bodies = [
+        chat(f"I am agent {number}", pool_id=pool["pool_id"], session_id=f"agent-{number}")
+        for number in range(8)
+    ]
     answers = await asyncio.gather(*(clean.http.post("/v1/chat/completions", body) for body in bodies))
     assert [answer.status for answer in answers] == [200] * 8
     length = pool["prefix_len"]
@@ -206,7 +216,9 @@ async def test_eight_agents_on_four_slots_compute_the_prefix_once(clean: Served)
     own = sum(answer.json["usage"]["prompt_tokens"] - length for answer in answers)
     assert length + own >= computed >= length
     assert after["n_deferred"] == 0
-    assert {answer.headers["x-session-id"] for answer in answers} == {f"agent-{number}" for number in range(8)}
+    assert {answer.headers["x-session-id"] for answer in answers} == {
+        f"agent-{number}" for number in range(8)
+    }
 
 
 async def test_same_content_created_at_once_is_computed_once(clean: Served) -> None:
@@ -254,7 +266,10 @@ async def test_creator_who_leaves_stops_the_prefill(clean: Served) -> None:
     [
         ("/v1/chat/completions", chat("Hi")),
         ("/v1/chat/completions", chat("Hi", stream_options={"include_usage": True})),
-        ("/v1/messages", {"system": SYSTEM, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}),
+        (
+            "/v1/messages",
+            {"system": SYSTEM, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4},
+        ),
         ("/v1/responses", {"instructions": SYSTEM, "input": "Hi", "max_output_tokens": 4}),
         ("/v1/completions", {"prompt": None, "max_tokens": 4}),
         ("/completion", {"prompt": None, "n_predict": 4}),
@@ -302,7 +317,8 @@ async def test_cap_and_strict(clean: Served) -> None:
     """POOL-8: shared_prefix_n_tokens caps the attach; above the match it is refused only in strict mode."""
     pool = await make(clean)
     capped = await clean.http.post(
-        "/v1/chat/completions", chat("Hi", pool_id=pool["pool_id"], shared_prefix_n_tokens=100, session_id="c")
+        "/v1/chat/completions",
+        chat("Hi", pool_id=pool["pool_id"], shared_prefix_n_tokens=100, session_id="c"),
     )
     assert capped.json["timings"]["cache_n"] == 100
     assert capped.json["opencoti"]["n_pool_shared"] == 100
@@ -330,8 +346,10 @@ async def test_key_of_another_caller_does_not_open_a_pool(clean: Served) -> None
 
 
 async def test_conversations_return_to_the_slot_that_holds_them(clean: Served) -> None:
-    """POOL-12, 16: interleaved agents without any id of their own compute only new tokens from turn two on."""
-    histories = [[{"role": "system", "content": SYSTEM}, {"role": "user", "content": f"I am {n}."}] for n in range(3)]
+    """POOL-12, 16: interleaved agents without ids compute only new tokens from turn two on."""
+    histories = [
+        [{"role": "system", "content": SYSTEM}, {"role": "user", "content": f"I am {n}."}] for n in range(3)
+    ]
     for turn in range(3):
         for number, history in enumerate(histories):
             body = {"messages": history, "max_tokens": 6, "temperature": 0}

@@ -1,0 +1,113 @@
+"""Tiny models with random weights, for architectures that no small real model is at hand for.
+
+Their vocabulary is the first thousand tokens of the built-in model's, their text is noise, and they load
+in a fraction of a second.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from gguf import GGUFReader, GGUFWriter
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+VOCAB = 1024
+EMBD = 64
+LAYERS = 2
+
+_rng = np.random.default_rng(7)
+
+
+def _weights(*shape: int) -> Any:
+    return (_rng.standard_normal(shape) * 0.05).astype(np.float32)
+
+
+def _ones(*shape: int) -> Any:
+    return np.ones(shape, dtype=np.float32)
+
+
+def _writer(path: Path, architecture: str, vocabulary_of: Path) -> GGUFWriter:
+    writer = GGUFWriter(str(path), architecture)
+    fields = GGUFReader(str(vocabulary_of)).fields
+    tokens = fields["tokenizer.ggml.tokens"].contents()[:VOCAB]
+    known = set(tokens)
+    merges = [
+        merge
+        for merge in fields["tokenizer.ggml.merges"].contents()
+        if "".join(merge.split(" ", 1)) in known and set(merge.split(" ", 1)) <= known
+    ]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(tokens)
+    writer.add_token_types(fields["tokenizer.ggml.token_type"].contents()[:VOCAB])
+    writer.add_token_merges(merges)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_context_length(2048)
+    writer.add_embedding_length(EMBD)
+    writer.add_block_count(LAYERS)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_file_type(0)
+    writer.add_tensor("token_embd.weight", _weights(VOCAB, EMBD))
+    writer.add_tensor("output_norm.weight", _ones(EMBD))
+    return writer
+
+
+def _close(writer: GGUFWriter) -> None:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def sliding_window(path: Path, vocabulary_of: Path) -> None:
+    """Gemma 2: every other layer sees a window only."""
+    writer = _writer(path, "gemma2", vocabulary_of)
+    writer.add_feed_forward_length(128)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_key_length(16)
+    writer.add_value_length(16)
+    writer.add_sliding_window(64)
+    writer.add_attn_logit_softcapping(50.0)
+    writer.add_final_logit_softcapping(30.0)
+    for layer in range(LAYERS):
+        name = f"blk.{layer}"
+        for norm in ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm"):
+            writer.add_tensor(f"{name}.{norm}.weight", _ones(EMBD))
+        writer.add_tensor(f"{name}.attn_q.weight", _weights(64, EMBD))
+        writer.add_tensor(f"{name}.attn_k.weight", _weights(32, EMBD))
+        writer.add_tensor(f"{name}.attn_v.weight", _weights(32, EMBD))
+        writer.add_tensor(f"{name}.attn_output.weight", _weights(EMBD, 64))
+        writer.add_tensor(f"{name}.ffn_gate.weight", _weights(128, EMBD))
+        writer.add_tensor(f"{name}.ffn_up.weight", _weights(128, EMBD))
+        writer.add_tensor(f"{name}.ffn_down.weight", _weights(EMBD, 128))
+    _close(writer)
+
+
+def mamba(path: Path, vocabulary_of: Path) -> None:
+    """Mamba: a state instead of cells."""
+    inner, state, conv, rank = 2 * EMBD, 16, 4, 4
+    writer = _writer(path, "mamba", vocabulary_of)
+    writer.add_feed_forward_length(0)
+    writer.add_head_count(0)
+    writer.add_ssm_conv_kernel(conv)
+    writer.add_ssm_inner_size(inner)
+    writer.add_ssm_state_size(state)
+    writer.add_ssm_time_step_rank(rank)
+    for layer in range(LAYERS):
+        name = f"blk.{layer}"
+        writer.add_tensor(f"{name}.attn_norm.weight", _ones(EMBD))
+        writer.add_tensor(f"{name}.ssm_in.weight", _weights(2 * inner, EMBD))
+        writer.add_tensor(f"{name}.ssm_conv1d.weight", _weights(inner, conv))
+        writer.add_tensor(f"{name}.ssm_conv1d.bias", _weights(inner))
+        writer.add_tensor(f"{name}.ssm_x.weight", _weights(rank + 2 * state, inner))
+        writer.add_tensor(f"{name}.ssm_dt.weight", _weights(inner, rank))
+        writer.add_tensor(f"{name}.ssm_dt.bias", _weights(inner))
+        writer.add_tensor(f"{name}.ssm_a", -_ones(inner, state))
+        writer.add_tensor(f"{name}.ssm_d", _ones(inner))
+        writer.add_tensor(f"{name}.ssm_out.weight", _weights(EMBD, inner))
+    _close(writer)
