@@ -175,8 +175,7 @@ class ControlPlane:
             model_identity: digest of everything that changes KV bytes.
             now: monotonic seconds.
         """
-        known = self.facts is not None and self.facts.epoch == facts.epoch
-        if not known:
+        if self.facts != facts:  # not by the epoch alone: an engine without the patch has none
             self._forget_residency(facts, same_model=model_identity == self.model_identity)
         self.facts, self.capability, self.capability_reason = facts, capability, reason
         self.model_identity = model_identity
@@ -194,8 +193,10 @@ class ControlPlane:
         self.tree.lose_all()
         for session in self._sessions.values():
             session.slot = None
-        for lease in list(self._running.values()):
+        for lease in self._running.values():
             lease.ended = True  # its slot belongs to the dead engine
+            if lease.session is not None:
+                lease.session.running = False
         self._running.clear()
         self.board = SlotBoard(facts.slots)
         self.sample = self.ownership = None
@@ -313,6 +314,8 @@ class ControlPlane:
     def _session_for(self, ask: Ask, placement: Placement, now: float, now_ts: float) -> Session:
         """The conversation that continues in the placed slot, else a new one under the client's name."""
         held = self.board.slots[placement.slots[0]].session
+        if held is not None and self._sessions.get(held.session_id) is not held:
+            held = None  # forgotten while a request that came to nothing had its slot
         session = held if placement.continues and held is not None else self._idle_namesake(ask)
         if session is None:
             session = Session(self._new_session_id(ask), ask.name, ask.scope, started_ts=now_ts)
@@ -334,13 +337,15 @@ class ControlPlane:
 
     def _new_session_id(self, ask: Ask) -> SessionId:
         if ask.name is None:
+            name = f"auto-{self._next_session}"
             self._next_session += 1
-            return SessionId(f"auto-{self._next_session - 1}")
+        else:
+            name = ask.name
         # ids are unique over scopes in listings: another key's session of the same name gets a suffix too
-        candidate, number = ask.name, 1
+        candidate, number = name, 1
         while candidate in self._sessions:
             number += 1
-            candidate = f"{ask.name}#{number}"
+            candidate = f"{name}#{number}"
         return SessionId(candidate)
 
     def _expire_sessions(self, now: float) -> None:
@@ -431,13 +436,22 @@ class ControlPlane:
 
     def on_pool_ready(self, pool: PrefixPool, uid: PoolUid) -> None:
         """The engine computed it."""
-        if self.tree.get(pool.pool_id) is pool and pool.state is PoolState.MATERIALIZING:
+        if self.is_awaited(pool):
             self.tree.ready(pool, uid)
 
-    def on_pool_failed(self, pool: PrefixPool) -> None:
-        """The engine could not compute it, or nobody wants it any more."""
-        if pool.state is PoolState.MATERIALIZING:
-            self.tree.failed(pool)
+    def is_awaited(self, pool: PrefixPool) -> bool:
+        """Whether it still has to be computed: the engine may have been restarted since it was entered."""
+        return pool.state is PoolState.MATERIALIZING and self.tree.get(pool.pool_id) is pool
+
+    def on_pool_failed(self, pool: PrefixPool, *, retire: bool = False) -> None:
+        """The engine could not compute it, or nobody wants it any more.
+
+        Args:
+            pool: no effect on one that is resident.
+            retire: the engine may have it all the same; its number stays taken until ``tree.retired``.
+        """
+        if self.is_awaited(pool):
+            self.tree.failed(pool, retire=retire)
 
     def plan_attach(
         self, pool: PrefixPool, tokens: Tokens, *, cap: int | None, strict: bool, now_ts: float
@@ -476,9 +490,9 @@ class ControlPlane:
             session: whose request it was.
             cached_tokens: prompt tokens that the engine says it did not compute; None if it did not say.
         """
-        plan.pool.hits += 1
+        plan.pool.hits += plan.tokens > 0
         if session is not None:
-            session.pool = plan.pool.pool_id
+            session.pool = plan.pool.pool_id if plan.tokens else None
         # the engine always computes the last prompt token, so a whole match may show one token less
         short = cached_tokens is not None and cached_tokens < plan.tokens - 1
         self.shortfalls += short

@@ -190,8 +190,10 @@ class PoolTree:
         pool.state = PoolState.RESIDENT
         pool.uid = uid
 
-    def failed(self, pool: PrefixPool) -> None:
-        """It could not be computed: forget it, its sequence id is free."""
+    def failed(self, pool: PrefixPool, *, retire: bool = False) -> None:
+        """It could not be computed: forget it. Its sequence id is free, with ``retire`` once retired."""
+        if retire:
+            self._retiring.add(pool.number)
         if self._pools.get(pool.pool_id) is pool:
             del self._pools[pool.pool_id]
         if pool.parent is not None and pool in pool.parent.children:
@@ -247,8 +249,12 @@ class PoolTree:
         """Everything that may hold cells: resident pools and ghosts."""
         return [*(pool for pool in self._pools.values() if pool.resident), *self._ghosts]
 
-    def drop_ghosts(self, dead: set[int]) -> None:
-        """Forget ghosts by their engine uid."""
+    def drop_ghosts(self, uids: set[int]) -> None:
+        """Forget ghosts by their engine uid.
+
+        One that the engine still has to release stays: a request that is on its way may attach until then.
+        """
+        dead = {ghost.uid for ghost in self._ghosts if ghost.number not in self._retiring} & uids
         for ghost in self._ghosts:
             if ghost.uid in dead and ghost.parent is not None and ghost in ghost.parent.children:
                 ghost.parent.children.remove(ghost)
