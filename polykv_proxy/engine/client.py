@@ -6,7 +6,7 @@ Client traffic does not come through here; it is spliced by ``edge``.
 from __future__ import annotations
 
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import aiohttp
 import msgspec
@@ -15,8 +15,12 @@ from polykv_proxy.engine import wire
 from polykv_proxy.errors import BadRequestError, EngineGoneError, NotFoundError, UnavailableError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from polykv_proxy.core.types import EngineFacts, EngineSample, PoolNumber, SlotId, Tokens
     from polykv_proxy.engine.address import EngineAddress
+
+T = TypeVar("T")
 
 CONTROL_TIMEOUT_S = 5.0
 """Bound of a read that costs the engine nothing, body included."""
@@ -69,29 +73,27 @@ class EngineClient:
         """Facts, whether the engine has the patch with pools on, and what makes up its identity."""
         props = await self.get("/props")
         try:
-            facts, identity = wire.read_info(await self.get("/polykv/engine"))
+            facts, identity = _read(wire.read_info, await self.get("/polykv/engine"))
             patched = True
         except NotFoundError:
-            facts, identity = wire.read_props(props)
+            facts, identity = _read(wire.read_props, props)
             patched = False
-        meta = msgspec.json.decode(await self.get("/v1/models"))
-        for key in ("n_vocab", "n_ctx_train", "n_embd", "n_params", "size", "ftype", "vocab_type"):
-            value = (meta.get("data") or [{}])[0].get("meta", {}).get(key)
-            identity[key] = str(value)
-        return facts, patched, identity | wire.read_template_identity(props)
+        identity |= _read(wire.read_model_identity, await self.get("/v1/models"))
+        return facts, patched, identity | _read(wire.read_template_identity, props)
 
     async def counters(self) -> EngineSample:
         """The counters document; answered by a patched engine also while it decodes."""
-        return wire.read_counters(await self.get("/polykv/engine/counters"), monotonic())
+        body = await self.get("/polykv/engine/counters")
+        return _read(lambda document: wire.read_counters(document, monotonic()), body)
 
     async def busy_slots(self) -> int:
         """How many slots work, on any engine."""
-        return wire.read_busy_slots(await self.get("/slots"))
+        return _read(wire.read_busy_slots, await self.get("/slots"))
 
     async def tokenize(self, text: str) -> Tokens:
         """Token ids of a raw prompt, exactly as a completion would see them."""
         body = msgspec.json.encode({"content": text, "add_special": True, "parse_special": True})
-        return wire.read_tokens(await self._call("POST", "/tokenize", body, TOKENIZE_TIMEOUT_S))
+        return _read(wire.read_tokens, await self._call("POST", "/tokenize", body, TOKENIZE_TIMEOUT_S))
 
     async def count_tokens(self, path: str, body: bytes) -> Tokens:
         """Token ids of a chat, Responses or Anthropic body; media are -1.
@@ -103,7 +105,8 @@ class EngineClient:
         Raises:
             BadRequestError: the engine refuses the body; the message is the engine's.
         """
-        return wire.read_tokens(await self._call("POST", f"{path}?tokens=1", body, TOKENIZE_TIMEOUT_S))
+        answer = await self._call("POST", f"{path}?tokens=1", body, TOKENIZE_TIMEOUT_S)
+        return _read(wire.read_tokens, answer)
 
     # -- pools -----------------------------------------------------------------------------------------
 
@@ -124,7 +127,7 @@ class EngineClient:
         """
         body = msgspec.json.encode({"tokens": list(tokens), "id_slot": slot, "tag": tag})
         path = f"/polykv/engine/pools/{number}?action=materialize"
-        return wire.read_materialized(await self._call("POST", path, body, None))
+        return _read(wire.read_materialized, await self._call("POST", path, body, None))
 
     async def release(self, number: PoolNumber) -> int:
         """Give a pool's sequence id back; returns the cells that nobody else held. 0 if it was gone."""
@@ -134,8 +137,7 @@ class EngineClient:
             )
         except NotFoundError:
             return 0
-        freed: int = msgspec.json.decode(answer)["n_cells_freed"]
-        return freed
+        return _read(wire.read_freed, answer)
 
     async def cancel(self, slot: SlotId, task: int) -> None:
         """Stop a task at the end of the running step; one that is over or elsewhere is left alone."""
@@ -151,8 +153,7 @@ class EngineClient:
         body = msgspec.json.encode({"prompt": list(tokens), "n_predict": 1, "temperature": 0})
         status, answer = await self._raw("POST", "/completion", body, TOKENIZE_TIMEOUT_S, headers)
         self._check(status, answer)
-        result: dict[str, Any] = msgspec.json.decode(answer)
-        return result
+        return _read(wire.read_object, answer)
 
     # -- one place for the mapping ---------------------------------------------------------------------
 
@@ -201,3 +202,17 @@ class EngineClient:
             ) from None
         except (aiohttp.ClientError, OSError) as error:
             raise EngineGoneError(f"the engine cannot be reached: {error}") from None
+
+
+def _read(reader: Callable[[bytes], T], body: bytes) -> T:
+    """What ``reader`` makes of an answer.
+
+    Raises:
+        UnavailableError: it is not what this route answers; an engine that the proxy does not understand.
+    """
+    try:
+        return reader(body)
+    except (msgspec.DecodeError, OverflowError) as error:
+        raise UnavailableError(
+            f"the engine's answer is not understood: {error}", code="engine_protocol"
+        ) from None

@@ -110,6 +110,18 @@ class _Props(msgspec.Struct):
     default_generation_settings: dict[str, Any] = {}
 
 
+class _Freed(msgspec.Struct):
+    n_cells_freed: int
+
+
+class _Model(msgspec.Struct):
+    meta: dict[str, Any] | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model] = []
+
+
 class _TokenList(msgspec.Struct):
     tokens: list[int]
 
@@ -123,6 +135,9 @@ _counters = msgspec.json.Decoder(_Counters)
 _materialized = msgspec.json.Decoder(Materialized)
 _error = msgspec.json.Decoder(_ErrorBody)
 _props = msgspec.json.Decoder(_Props)
+_freed = msgspec.json.Decoder(_Freed)
+_models = msgspec.json.Decoder(_Models)
+_object = msgspec.json.Decoder(dict[str, Any])
 _token_list = msgspec.json.Decoder(_TokenList)
 _stock_slots = msgspec.json.Decoder(list[_StockSlot])
 
@@ -208,6 +223,14 @@ def read_template_identity(body: bytes) -> dict[str, str]:
     return {"model_path": props.model_path, "chat_template": props.chat_template}
 
 
+def read_model_identity(body: bytes) -> dict[str, str]:
+    """``GET /v1/models``: what tells one model from another."""
+    models = _models.decode(body).data
+    meta = (models[0].meta if models else None) or {}
+    keys = ("n_vocab", "n_ctx_train", "n_embd", "n_params", "size", "ftype", "vocab_type")
+    return {key: str(meta.get(key)) for key in keys}
+
+
 def read_tokens(body: bytes) -> Tokens:
     """``{"tokens": [...]}`` of the tokenizing and counting routes.
 
@@ -222,9 +245,14 @@ def read_materialized(body: bytes) -> Materialized:
     return _materialized.decode(body)
 
 
-def read_uid(body: bytes) -> PoolUid:
-    """The engine's uid in the answer to a pool operation."""
-    return PoolUid(msgspec.json.decode(body)["uid"])
+def read_freed(body: bytes) -> int:
+    """Answer to a released pool: cells that nobody else held."""
+    return _freed.decode(body).n_cells_freed
+
+
+def read_object(body: bytes) -> dict[str, Any]:
+    """Any JSON object."""
+    return _object.decode(body)
 
 
 def read_busy_slots(body: bytes) -> int:
