@@ -31,14 +31,14 @@ from polykv_proxy.core.plane import (
 from polykv_proxy.core.slots import Ask, Content
 from polykv_proxy.core.types import Capability, PoolNumber, PoolState, PoolUid, Scope, SlotState
 from polykv_proxy.engine.state import EngineState
-from polykv_proxy.errors import PolyKVError, SaturatedError, UnavailableError
+from polykv_proxy.errors import EngineGoneError, PolyKVError, SaturatedError, UnavailableError
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
     from typing import Any
 
     from polykv_proxy.core.pools import PrefixPool
-    from polykv_proxy.core.types import EngineSample, Tokens
+    from polykv_proxy.core.types import EngineSample, LeaseId, Tokens
     from polykv_proxy.edge.tasks import TaskSet
     from polykv_proxy.engine.client import EngineClient
     from polykv_proxy.engine.state import EngineStatus
@@ -58,6 +58,9 @@ FRESH_S = 0.1
 """Age up to which a sample serves readers who want the present; bounds polling whatever they do."""
 
 RETRY_READY_S = 1.0
+
+_ANSWERED = frozenset({"engine_refused", "engine_failed", "engine_auth", "not_found"})
+"""Codes of the client's errors after which the engine is known to be done with a call."""
 
 
 class Pending:
@@ -113,6 +116,9 @@ class Runtime:
         self._tasks = tasks
         self._waiters: dict[int, Pending] = {}
         self._jobs: dict[int, _Materialization] = {}
+        self._unsure: dict[LeaseId, tuple[PrefixPool, str]] = {}
+        """Pools that were given up, by the lease under which the engine of that epoch may have computed them
+        nevertheless."""
         self._sampling: asyncio.Future[EngineSample] | None = None
         self._ready_task: asyncio.Task[None] | None = None
 
@@ -164,16 +170,12 @@ class Runtime:
         if not patched:
             return Capability.RELAY, "the engine has no prefix pools: it is not patched, or they are off"
         sample = await self.client.counters()
-        known = self.plane.facts is not None and self.plane.facts.epoch == sample.epoch
-        if known or sample.busy:
-            # either tested already, or in use by others: a test would disturb them
-            return (
-                (self.plane.capability, self.plane.capability_reason)
-                if known
-                else (Capability.ZERO_COPY, None)
-            )
+        if self.plane.facts is not None and self.plane.facts.epoch == sample.epoch:
+            return self.plane.capability, self.plane.capability_reason  # tested already
         for pool in sample.pools:
             await self.client.release(pool.number)  # left by a proxy that is gone: nobody knows their ids
+        if sample.busy:
+            return Capability.ZERO_COPY, None  # in use by others: a test would disturb them
         reason = await self._self_test()
         return (Capability.ZERO_COPY, None) if reason is None else (Capability.RELAY, reason)
 
@@ -257,7 +259,11 @@ class Runtime:
                     break
             except PolyKVError as error:
                 log.debug("abandoned_request_poll_failed", reason=error.message)
+                if self.plane.capability is Capability.RELAY and monotonic() > deadline + LAUNCH_GRACE_S:
+                    break  # its /slots may be switched off: nothing will ever tell
             await asyncio.sleep(IDLE_POLL_S)
+        if (unsure := self._unsure.pop(lease.lease_id, None)) is not None:
+            await self._give_back(*unsure)
         self._perform(self.plane.on_slots_idle(lease, monotonic(), Content.NEW))
         self.sampled.set()
 
@@ -301,14 +307,16 @@ class Runtime:
     async def _take_sample(self, result: asyncio.Future[EngineSample]) -> None:
         try:
             sample = await self.client.counters()
+            self.plane.on_sample(sample)
+            result.set_result(sample)
         except PolyKVError as error:
-            self._sampling = None
             result.set_exception(error)
             result.exception()  # nobody may be waiting any more
-            return
-        self._sampling = None
-        self.plane.on_sample(sample)
-        result.set_result(sample)
+        finally:
+            self._sampling = None
+            if not result.done():
+                result.set_exception(UnavailableError("no reading was taken"))
+                result.exception()
 
     # -- pools -------------------------------------------------------------------------------------------
 
@@ -347,6 +355,8 @@ class Runtime:
             pending = self.request(Ask(scope=pool.scope), conversation=False)
             while lease is None:
                 lease = await pending.wait(60.0)
+            if lease.ended or not self.plane.is_awaited(pool):
+                raise EngineGoneError("the engine was restarted before the pool was computed")
             clean = False
             done = await self.client.materialize(pool.number, pool.tokens, lease.slots[0], lease.lease_id)
             clean = True
@@ -356,19 +366,39 @@ class Runtime:
                 "pool_created", pool_id=pool.pool_id, tokens=pool.prefix_len, computed=done.timings.prompt_n
             )
         except PolyKVError as error:
-            clean = clean or not isinstance(error, UnavailableError)
+            clean = clean or error.code in _ANSWERED
             job.result.set_exception(error)
             job.result.exception()  # the last waiter may be gone
             log.info("pool_failed", pool_id=pool.pool_id, tokens=pool.prefix_len, reason=error.message)
         finally:
             self._jobs.pop(id(pool), None)
             if not job.result.done():
-                job.result.cancel()
+                # somebody may have joined since the last one left; a cancelled future would cancel them too
+                job.result.set_exception(UnavailableError("the pool was given up", code="pool_given_up"))
+                job.result.exception()
             if pending is not None:
                 pending.give_up()
-            self.plane.on_pool_failed(pool)  # no effect on one that is resident
+            if lease is not None and not clean and self.plane.is_awaited(pool):
+                # the engine may be done with it this very moment, and nobody knows that pool
+                self._unsure[lease.lease_id] = (pool, self._epoch)
+            self.plane.on_pool_failed(pool, retire=not clean)  # no effect on one that is resident
             if lease is not None:
                 self.finish(lease, clean=clean, content=Content.NOTHING)
+
+    async def _give_back(self, pool: PrefixPool, epoch: str) -> int:
+        """Release a pool in the engine if it has it; returns the cells that were freed."""
+        try:
+            return await self.client.release(pool.number) if self._epoch == epoch else 0
+        except PolyKVError as error:
+            log.warning("pool_release_failed", pool_id=pool.pool_id, reason=error.message)
+            return 0
+        finally:
+            if self._epoch == epoch:  # else its number may be another's by now
+                self.plane.tree.retired(pool)
+
+    @property
+    def _epoch(self) -> str:
+        return "" if self.plane.facts is None else self.plane.facts.epoch
 
     async def release_pool(self, pool: PrefixPool, *, recursive: bool) -> tuple[list[PrefixPool], int]:
         """Release a pool, with its subtree if asked; returns what went and how many cells were freed.
@@ -379,16 +409,20 @@ class Runtime:
         doomed = self.plane.tree.check_release(pool, recursive=recursive)
         for each in doomed:
             self.plane.tree.release(each)  # no await since the check: the ids go together
-        freed = 0
-        for each in doomed:
-            if not each.resident:
-                continue
-            try:
-                freed += await self.client.release(each.number)
-            finally:
-                self.plane.tree.retired(each)
+        done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        # a task, because it has to go on to the end when the client that asked for it leaves
+        self._spawn(self._give_all_back([each for each in doomed if each.resident], done))
+        freed = await asyncio.shield(done)
         log.info("pool_released", pool_id=pool.pool_id, pools=len(doomed), cells_freed=freed)
         return doomed, freed
+
+    async def _give_all_back(self, pools: list[PrefixPool], done: asyncio.Future[int]) -> None:
+        freed, epoch = 0, self._epoch
+        try:
+            for pool in pools:
+                freed += await self._give_back(pool, epoch)
+        finally:
+            done.set_result(freed)
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         return self._tasks.spawn(coroutine)
