@@ -1,0 +1,714 @@
+"""Claims about ``core.plane``: admission, leases, sessions and pools, as conversations without an engine."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from polykv_proxy.core import plane as plane_module
+from polykv_proxy.core.plane import (
+    Admit,
+    AttachPlan,
+    AwaitIdle,
+    ControlPlane,
+    Queue,
+    Reject,
+    Snapshot,
+    WakeQueued,
+)
+from polykv_proxy.core.slots import Ask, Content
+from polykv_proxy.core.types import (
+    Capability,
+    EngineFacts,
+    EngineSample,
+    PoolState,
+    PoolUid,
+    Scope,
+    as_tokens,
+)
+from polykv_proxy.errors import (
+    BadRequestError,
+    DisabledError,
+    NotFoundError,
+    PoolCapacityError,
+    UnavailableError,
+)
+
+SCOPE = Scope("s")
+TOKENS = as_tokens(range(10))
+
+
+def facts(epoch="e1", *, slots=2, max_pools=2, cells=1000, ctx=100):
+    """Facts of an engine."""
+    return EngineFacts(epoch, slots, max_pools, cells, ctx, 8, "b")
+
+
+def ready(plane, epoch="e1", *, model="m", capability=Capability.ZERO_COPY, reason=None, **options):
+    """An engine answers."""
+    return plane.on_engine_ready(facts(epoch, **options), capability, reason, model, 0.0)
+
+
+def serving(*, max_waiting=10, **options):
+    """A plane whose engine is ready."""
+    plane = ControlPlane(max_waiting=max_waiting)
+    ready(plane, **options)
+    return plane
+
+
+def request(plane, *chain, name=None, now=1.0, conversation=True, scope=SCOPE, **options):
+    """A request."""
+    ask = Ask(scope=scope, name=name, chain=chain, **options)
+    return plane.on_request(ask, now, now_ts=1000.0 + now, conversation=conversation)
+
+
+def admitted(plane, *chain, **options):
+    """The lease of a request that is let in."""
+    decision = request(plane, *chain, **options)
+    assert isinstance(decision, Admit)
+    return decision.lease
+
+
+def finish(plane, lease, *, now=2.0, content=Content.NEW, clean=True):
+    """The request is over."""
+    return plane.on_finished(lease, now, clean=clean, content=content)
+
+
+def turn(plane, *chain, **options):
+    """A whole request; returns its session."""
+    lease = admitted(plane, *chain, **options)
+    finish(plane, lease, now=options.get("now", 1.0))
+    return lease.session
+
+
+def pool(plane, tokens=TOKENS, *, uid=7, scope=SCOPE, label=None, pin=False):
+    """A resident pool."""
+    made, compute = plane.begin_pool(tokens, scope, label=label, pin=pin, now_ts=5.0)
+    assert compute
+    plane.on_pool_ready(made, PoolUid(uid))
+    return made
+
+
+def sample(epoch="e1", *, used=0, slots=()):
+    """A reading."""
+    return EngineSample(epoch, 0.0, used, 1000, 0, slots, ())
+
+
+# -- admission --------------------------------------------------------------------------------------------
+
+
+def test_nobody_is_let_in_before_an_engine_serves():
+    """A request waits, and is woken by the engine that becomes ready."""
+    plane = ControlPlane(max_waiting=1)
+    assert not plane.serving
+    decision = request(plane)
+    assert isinstance(decision, Queue)
+    assert ready(plane) == [WakeQueued(decision.ticket)]
+    assert decision.ticket.lease.slots == (0,)
+    assert plane.serving
+
+
+def test_a_queue_has_an_end():
+    """One request too many is rejected before anything happens."""
+    plane = serving(slots=1, max_waiting=1)
+    admitted(plane)
+    assert isinstance(request(plane), Queue)
+    decision = request(plane)
+    assert isinstance(decision, Reject)
+    assert decision.code == "queue_full"
+
+
+def test_those_who_wait_are_served_in_order():
+    """Each freed slot wakes the one who came first; a newcomer does not pass."""
+    plane = serving(slots=1)
+    running = admitted(plane)
+    first, second = request(plane).ticket, request(plane).ticket
+    assert finish(plane, running) == [WakeQueued(first)]
+    assert isinstance(request(plane), Queue)
+    assert finish(plane, first.lease) == [WakeQueued(second)]
+
+
+def test_a_request_that_cannot_be_placed_holds_back_those_behind_it():
+    """Who needs all slots is not starved by those who need one."""
+    plane = serving(slots=2)
+    one, two = admitted(plane), admitted(plane)
+    everything, behind = request(plane, exclusive=True).ticket, request(plane).ticket
+    assert finish(plane, one) == []
+    assert isinstance(request(plane), Queue)
+    assert finish(plane, two) == [WakeQueued(everything)]
+    assert finish(plane, everything.lease)[0] == WakeQueued(behind)
+
+
+def test_giving_up_lets_the_next_one_in():
+    """When the first in line leaves, whoever stood behind it and fits goes on."""
+    plane = serving(slots=2)
+    admitted(plane)
+    everything, behind = request(plane, exclusive=True).ticket, request(plane).ticket
+    assert plane.on_gave_up(everything, 2.0) == [WakeQueued(behind)]
+
+
+def test_a_lease_that_nobody_took_is_passed_on():
+    """Who gave up in the moment of being woken leaves the slot to the next, and its former content in it."""
+    plane = serving(slots=1)
+    mine = turn(plane, 1, 2, name="a")
+    running = admitted(plane, 1, 2, 3, name="a")
+    first, second = request(plane, 7, 8, name="b").ticket, request(plane, 1, 2, 3, 4, name="a").ticket
+    finish(plane, running)
+    assert plane.on_gave_up(first, 3.0) == [WakeQueued(second)]
+    assert second.lease.continues
+    assert second.lease.session is mine
+
+
+def test_giving_up_twice_changes_nothing():
+    """A ticket that is gone frees no second slot."""
+    plane = serving(slots=1)
+    running = admitted(plane)
+    first, second = request(plane).ticket, request(plane).ticket
+    finish(plane, running)
+    assert plane.on_gave_up(first, 3.0) == [WakeQueued(second)]
+    assert plane.on_gave_up(first, 3.0) == []
+
+
+# -- leases -----------------------------------------------------------------------------------------------
+
+
+def test_a_lease_ends_once():
+    """Ending it again frees nothing that belongs to somebody else by now."""
+    plane = serving(slots=1)
+    lease = admitted(plane)
+    finish(plane, lease)
+    other = admitted(plane)
+    assert finish(plane, lease) == []
+    assert plane.board.slots[0].lease == other.lease_id
+    assert other.lease_id != lease.lease_id
+
+
+def test_an_unclean_end_keeps_the_slot_until_the_engine_is_idle():
+    """The engine may still work for a client that left."""
+    plane = serving(slots=1)
+    lease = admitted(plane)
+    waiting = request(plane).ticket
+    assert plane.on_finished(lease, 2.0, clean=False, content=Content.NEW, stop=False) == [
+        AwaitIdle(lease, stop=False)
+    ]
+    assert waiting.lease is None
+    assert plane.on_slots_idle(lease, 3.0, Content.NEW) == [WakeQueued(waiting)]
+    assert plane.on_slots_idle(lease, 3.0, Content.NEW) == []
+
+
+def test_further_slots_of_a_request_hold_nothing():
+    """Only the first slot keeps the conversation."""
+    plane = serving(slots=2)
+    lease = admitted(plane, 1, 2, slots=2)
+    finish(plane, lease)
+    assert [slot.chain for slot in plane.board] == [(1, 2), ()]
+
+
+# -- the engine's life ------------------------------------------------------------------------------------
+
+
+def test_an_engine_that_is_down_gets_nothing():
+    """Requests wait, and freed slots wake nobody, until it is ready again."""
+    plane = serving(slots=1)
+    lease = admitted(plane)
+    plane.on_engine_down()
+    waiting = request(plane).ticket
+    assert finish(plane, lease) == []
+    assert ready(plane, slots=1) == [WakeQueued(waiting)]
+
+
+def test_the_same_engine_keeps_its_state():
+    """A lost connection is no restart: leases, residency and pools are as they were."""
+    plane = serving(slots=1)
+    kept = pool(plane)
+    mine = turn(plane, 1, 2, name="a")
+    lease = admitted(plane, 1, 2, 3, name="a")
+    plane.on_engine_down()
+    assert ready(plane, slots=1) == []
+    assert (mine.slot, kept.resident, lease.ended) == (0, True, False)
+    assert finish(plane, lease) == []
+    assert plane.board.idle_count == 1
+
+
+def test_a_new_epoch_means_that_nothing_is_resident():
+    """Old leases end without effect, sessions live on nowhere, pools are lost and revive by content."""
+    plane = serving(slots=1)
+    kept = pool(plane)
+    mine = turn(plane, 1, 2, name="a")
+    old = admitted(plane, 1, 2, 3, name="a")
+    plane.on_engine_down()
+    waiting = request(plane, 7).ticket
+    assert ready(plane, "e2", slots=2) == [WakeQueued(waiting)]
+    assert (kept.state, mine.slot, old.ended) == (PoolState.LOST, None, True)
+    assert (finish(plane, old), plane.on_slots_idle(old, 3.0, Content.NEW)) == ([], [])
+    assert plane.board.idle_count == 1
+    again, compute = plane.begin_pool(TOKENS, SCOPE, label=None, pin=False, now_ts=9.0)
+    assert (again.pool_id, compute) == (kept.pool_id, True)
+
+
+def test_a_conversation_that_ran_when_the_engine_died_goes_on_under_its_name():
+    """Its session is not taken to be running for ever, so it is neither doubled nor kept from ending."""
+    plane = serving()
+    lease = admitted(plane, 1, 2, name="a")
+    ready(plane, "e2")
+    assert turn(plane, 1, 2, 3, name="a") is lease.session
+    turn(plane, 5, 6, name="b", now=5000.0)
+    ready(plane, "e3")
+    turn(plane, 8, now=10_000.0)
+    turn(plane, 9, now=10_001.0)
+    assert "a" not in {session.session_id for session in plane.sessions()}
+
+
+def test_an_engine_without_epochs_that_came_back_smaller_is_another_one():
+    """Stock engines have no epoch; other facts tell as much, and the board fits the engine again."""
+    plane = serving(epoch="", slots=4, capability=Capability.RELAY, reason="no patch")
+    admitted(plane)
+    ready(plane, "", slots=1, capability=Capability.RELAY, reason="no patch")
+    assert len(plane.board.slots) == plane.board.idle_count == 1
+
+
+def test_another_model_forgets_all_pools():
+    """Their ids can never be valid again."""
+    plane = serving()
+    old = pool(plane)
+    ready(plane, "e2", model="other", max_pools=5)
+    assert plane.find_pool(old.pool_id, SCOPE) is None
+    assert plane.tree.max_pools == 5
+    assert plane.pool_id_of(TOKENS, SCOPE) != old.pool_id
+
+
+# -- samples ----------------------------------------------------------------------------------------------
+
+
+def test_a_sample_is_published_and_clears_ghosts():
+    """The newest reading and its attribution are the picture; a released pool that nobody holds is gone."""
+    plane = serving()
+    gone = pool(plane)
+    plane.tree.release(gone)
+    plane.tree.retired(gone)
+    plane.on_sample(sample(used=0))
+    assert plane.ownership.dead == {7}
+    assert plane.tree.nodes() == []
+    assert plane.snapshot() == Snapshot(
+        plane.facts, Capability.ZERO_COPY, None, plane.sample, plane.ownership
+    )
+    plane.on_sample(sample(used=0))
+    assert not plane.ownership.dead
+
+
+def test_a_sample_of_another_epoch_is_ignored():
+    """It describes an engine that is gone, or one that is not understood yet."""
+    plane = serving()
+    plane.on_sample(sample("e0"))
+    assert plane.sample is None
+    early = ControlPlane(max_waiting=1)
+    early.on_sample(sample())
+    assert early.sample is None
+
+
+# -- sessions ---------------------------------------------------------------------------------------------
+
+
+def test_a_named_conversation_is_one_session():
+    """The next turn has the same session, and its record counts on."""
+    plane = serving()
+    first = turn(plane, 1, 2, name="a", now=1.0)
+    again = admitted(plane, 1, 2, 3, name="a", now=9.0)
+    assert again.session is first
+    assert (first.session_id, first.turns, first.last_seen, first.running) == ("a", 2, 9.0, True)
+    plane.on_first_byte(again, 0.25)
+    finish(plane, again)
+    assert (first.ttft_s, first.running, first.started_ts) == (0.25, False, 1001.0)
+
+
+def test_concurrent_conversations_under_one_name_get_a_number():
+    """A name is a namespace; the second conversation is ``a#2``."""
+    plane = serving()
+    one = admitted(plane, 1, 2, name="a")
+    two = admitted(plane, 1, 2, name="a")
+    assert (one.session.session_id, two.session.session_id) == ("a", "a#2")
+
+
+def test_a_displaced_conversation_goes_on_under_its_id():
+    """Its state is resident nowhere, so the name finds the session in any slot."""
+    plane = serving(slots=1)
+    mine = turn(plane, 1, 2, name="a")
+    turn(plane, 8, 9, name="b")
+    assert mine.slot is None
+    lease = admitted(plane, 1, 2, 3, name="a")
+    assert lease.session is mine
+    assert not lease.continues
+    assert mine.slot == 0
+
+
+def test_a_diverging_request_under_a_resident_name_is_another_conversation():
+    """The resident one keeps its id and its slot."""
+    plane = serving()
+    mine = turn(plane, 1, 2, name="a")
+    assert turn(plane, 7, 8, name="a").session_id == "a#2"
+    assert mine.slot == 0
+
+
+def test_the_same_name_of_another_key_is_another_session():
+    """Ids are unique over all keys, and a forged name opens nothing."""
+    plane = serving()
+    mine = turn(plane, 1, 2, name="a")
+    other = turn(plane, 1, 2, 3, name="a", scope=Scope("t"))
+    assert other.session_id == "a#2"
+    assert (mine.turns, other.turns) == (1, 1)
+
+
+def test_unnamed_conversations_get_ids_that_nobody_else_has():
+    """A client that calls its session ``auto-2`` keeps it."""
+    plane = serving()
+    assert turn(plane, 1, 2).session_id == "auto-1"
+    named = turn(plane, 5, 6, name="auto-2")
+    other = turn(plane, 7, 8)
+    assert (named.session_id, other.session_id) == ("auto-2", "auto-2#2")
+    assert named in list(plane.sessions())
+
+
+def test_work_without_a_conversation_has_no_session():
+    """Computing a pool appears nowhere in the sessions; its first byte is nobody's."""
+    plane = serving()
+    lease = admitted(plane, conversation=False)
+    plane.on_first_byte(lease, 1.0)
+    finish(plane, lease)
+    assert lease.session is None
+    assert list(plane.sessions()) == []
+
+
+def test_sessions_end_when_they_are_idle_and_resident_nowhere():
+    """One that still has a slot stays; so does one that runs."""
+    plane = serving(slots=1)
+    turn(plane, 1, 2, name="a", now=1.0)
+    turn(plane, 8, 9, name="b", now=2.0)
+    admitted(plane, 8, 9, 10, name="b", now=1000.0)
+    assert [session.session_id for session in plane.sessions()] == ["b"]
+
+
+def test_a_session_forgotten_during_a_refused_request_starts_anew():
+    """Its slot came back to it after it had ended; the conversation goes on in that slot as a new session."""
+    plane = serving(slots=1)
+    mine = turn(plane, 1, 2, name="a", now=1.0)
+    refused = admitted(plane, 8, 9, name="b", now=500.0)
+    request(plane, 5, name="c", now=501.0)  # ends the session of "a"
+    assert mine not in list(plane.sessions())
+    commands = finish(plane, refused, now=502.0, content=Content.OLD)
+    plane.on_gave_up(commands[0].ticket, 503.0)
+    lease = admitted(plane, 1, 2, 3, name="a", now=504.0)
+    assert lease.continues
+    assert lease.session is not mine
+    assert lease.session in list(plane.sessions())
+
+
+def test_sessions_are_bounded(monkeypatch):
+    """The oldest is forgotten, with what its slot holds, but never one that runs."""
+    monkeypatch.setattr(plane_module, "MAX_SESSIONS", 1)
+    plane = serving(slots=4)
+    old = turn(plane, 1, 2, name="a")
+    turn(plane, 3, 4, name="b")
+    running = admitted(plane, 5, 6, name="c")
+    assert [session.session_id for session in plane.sessions()] == ["b", "c"]
+    assert old.slot is None
+    assert plane.board.slots[0].chain == ()
+    finish(plane, admitted(plane, 7, 8, name="d"))
+    admitted(plane, 7, 8, name="e")
+    assert running.session in list(plane.sessions())
+
+
+# -- pools ------------------------------------------------------------------------------------------------
+
+
+def test_pools_need_an_engine_that_has_them():
+    """Before the first engine nobody can tell; on one without pools the reason is given."""
+    plane = ControlPlane(max_waiting=1)
+    with pytest.raises(UnavailableError) as caught:
+        plane.require_pools()
+    assert caught.value.code == "engine_loading"
+    ready(plane, capability=Capability.RELAY, reason="because")
+    with pytest.raises(DisabledError, match="because"):
+        plane.begin_pool(TOKENS, SCOPE, label=None, pin=False, now_ts=1.0)
+
+
+def test_the_same_content_is_the_same_pool():
+    """Asking again computes nothing; a pin and a label are added, never taken away."""
+    plane = serving()
+    made = pool(plane, label="x")
+    again, compute = plane.begin_pool(TOKENS, SCOPE, label=None, pin=True, now_ts=9.0)
+    assert (again, compute) == (made, False)
+    assert (made.pinned, made.label, made.last_access_ts) == (True, "x", 9.0)
+    plane.begin_pool(TOKENS, SCOPE, label="y", pin=False, now_ts=9.0)
+    assert (made.pinned, made.label) == (True, "y")
+
+
+def test_a_pool_that_can_never_fit_is_refused():
+    """Neither the window nor the cells may be filled by a prefix alone."""
+    plane = serving(ctx=10)
+    with pytest.raises(BadRequestError) as caught:
+        pool(plane)
+    assert caught.value.details == {"prefix_len": 10, "ctx_size": 10}
+    with pytest.raises(BadRequestError):
+        pool(serving(cells=5))
+
+
+def test_pools_are_seen_within_their_key():
+    """Another key's id does not exist; an administrator sees all."""
+    plane = serving()
+    made = pool(plane)
+    assert plane.find_pool(made.pool_id, Scope("t")) is None
+    assert plane.find_pool(made.pool_id, None) is plane.need_pool(made.pool_id, SCOPE) is made
+    with pytest.raises(NotFoundError) as caught:
+        plane.need_pool(made.pool_id, Scope("t"))
+    assert (caught.value.code, caught.value.param) == ("pool_not_found", "pool_id")
+    assert pool(plane, scope=Scope("t")).pool_id != made.pool_id
+
+
+def test_a_pool_that_failed_can_be_tried_again():
+    """It leaves no trace; a resident one does not fail any more."""
+    plane = serving(max_pools=1)
+    made, _ = plane.begin_pool(TOKENS, SCOPE, label=None, pin=False, now_ts=1.0)
+    plane.on_pool_failed(made)
+    assert plane.find_pool(made.pool_id, SCOPE) is None
+    again = pool(plane)
+    plane.on_pool_failed(again)
+    assert again.resident
+
+
+def test_a_pool_that_may_have_been_computed_keeps_its_number():
+    """Until the engine was told to release it."""
+    plane = serving(max_pools=1)
+    made, _ = plane.begin_pool(TOKENS, SCOPE, label=None, pin=False, now_ts=1.0)
+    plane.on_pool_failed(made, retire=True)
+    with pytest.raises(PoolCapacityError):
+        pool(plane)
+    plane.tree.retired(made)
+    assert pool(plane).number == made.number
+
+
+def test_a_pool_of_an_engine_that_is_gone_does_not_become_resident():
+    """Its computation ended after a restart: the new engine knows nothing of it."""
+    plane = serving()
+    made, _ = plane.begin_pool(TOKENS, SCOPE, label=None, pin=False, now_ts=1.0)
+    assert plane.is_awaited(made)
+    ready(plane, "e2")
+    assert not plane.is_awaited(made)
+    plane.on_pool_ready(made, PoolUid(1))
+    plane.on_pool_failed(made, retire=True)
+    assert made.state is PoolState.LOST
+    assert plane.tree.sequences_used == 0
+
+
+# -- attaching --------------------------------------------------------------------------------------------
+
+
+def plan(plane, made, tokens, *, cap=None, strict=False):
+    """An attachment to ``made``."""
+    return plane.plan_attach(made, as_tokens(tokens), cap=cap, strict=strict, now_ts=77.0)
+
+
+def test_a_request_rides_as_far_as_the_tokens_agree():
+    """A cap lowers P and nothing else."""
+    plane = serving()
+    made = pool(plane)
+    assert plan(plane, made, [0, 1, 2, 9]) == AttachPlan(made, 3, 3)
+    assert plan(plane, made, [0, 1, 2, 9], cap=2) == AttachPlan(made, 2, 3)
+    assert plan(plane, made, [0, 1, 2, 9], cap=8) == AttachPlan(made, 3, 3)
+    assert plan(plane, made, []) == AttachPlan(made, 0, 0)
+    assert made.last_access_ts == 77.0
+
+
+def test_a_strict_cap_beyond_the_match_is_refused():
+    """With both numbers in it; at the match it is fine."""
+    plane = serving()
+    made = pool(plane)
+    with pytest.raises(BadRequestError) as caught:
+        plan(plane, made, [0, 1, 9], cap=3, strict=True)
+    assert caught.value.param == "shared_prefix_n_tokens"
+    assert caught.value.details == {"matched_tokens": 2, "prefix_len": 10}
+    assert plan(plane, made, [0, 1, 9], cap=2, strict=True).tokens == 2
+
+
+def test_nothing_attaches_to_a_pool_that_is_not_resident():
+    """No plan, no error."""
+    plane = serving()
+    made, _ = plane.begin_pool(TOKENS, SCOPE, label=None, pin=False, now_ts=1.0)
+    assert plan(plane, made, [0, 1]) is None
+
+
+def test_an_attached_answer_proves_itself():
+    """Less than planned is a shortfall, but for the one token that is always computed; silence is none."""
+    plane = serving()
+    made = pool(plane)
+    session = turn(plane, 1, 2)
+    planned = plan(plane, made, range(10))
+    assert [plane.on_attached(planned, session, cached) for cached in (10, 9, 8, None)] == [
+        False,
+        False,
+        True,
+        False,
+    ]
+    assert (plane.shortfalls, made.hits, session.pool) == (1, 4, made.pool_id)
+    plane.on_attached(planned, None, 10)
+    assert made.hits == 5
+
+
+def test_a_plan_for_no_token_is_no_hit():
+    """A request that has nothing in common with its pool does not count as attached."""
+    plane = serving()
+    made = pool(plane)
+    session = turn(plane, 1, 2)
+    assert not plane.on_attached(plan(plane, made, [99]), session, 0)
+    assert (made.hits, session.pool) == (0, None)
+
+
+# -- against chance ---------------------------------------------------------------------------------------
+
+
+class PlaneUnderFire(RuleBasedStateMachine):
+    """Random requests, ends, departures and restarts keep the board and the queue consistent."""
+
+    MAX_WAITING = 3
+
+    @initialize(slots=st.integers(1, 3))
+    def start(self, slots):
+        """An engine that is not ready yet."""
+        self.slots = slots
+        self.plane = ControlPlane(max_waiting=self.MAX_WAITING)
+        self.epoch = 0
+        self.now = 0.0
+        self.running = []  # leases whose owner is at work
+        self.leaving = []  # leases whose owner left before the engine was idle
+        self.waiting = []  # tickets, first come first
+        self.woken = []  # tickets with a lease that its owner has not seen yet
+
+    def obey(self, commands):
+        """Do what the plane says; those who are woken are the first in line, in order."""
+        for command in commands:
+            match command:
+                case WakeQueued(ticket):
+                    assert ticket is self.waiting.pop(0)
+                    assert ticket.lease is not None
+                    self.woken.append(ticket)
+                case AwaitIdle(lease, _):
+                    self.leaving.append(lease)
+
+    @rule(
+        chain=st.lists(st.integers(1, 2), max_size=4),
+        name=st.sampled_from([None, "a", "auto-1"]),
+        scope=st.sampled_from(["s", "t"]),
+        slots=st.integers(1, 4),
+        exclusive=st.booleans(),
+        conversation=st.booleans(),
+        wait=st.sampled_from([0.0, 1.0, 400.0]),
+    )
+    def request(self, chain, name, scope, slots, exclusive, conversation, wait):
+        """Somebody comes."""
+        self.now += wait
+        ask = Ask(scope=Scope(scope), name=name, chain=tuple(chain), slots=slots, exclusive=exclusive)
+        match self.plane.on_request(ask, self.now, now_ts=0.0, conversation=conversation):
+            case Admit(lease):
+                assert not self.waiting
+                self.running.append(lease)
+            case Queue(ticket):
+                self.waiting.append(ticket)
+            case Reject(code, _):
+                assert code == "queue_full"
+                assert len(self.waiting) == self.MAX_WAITING
+
+    @precondition(lambda self: self.woken)
+    @rule(data=st.data())
+    def take_lease(self, data):
+        """Somebody who was woken goes to work."""
+        ticket = data.draw(st.sampled_from(self.woken))
+        self.woken.remove(ticket)
+        self.running.append(ticket.lease)
+
+    @precondition(lambda self: self.waiting or self.woken)
+    @rule(data=st.data())
+    def give_up(self, data):
+        """Somebody who waits, or was just woken, leaves."""
+        ticket = data.draw(st.sampled_from([*self.waiting, *self.woken]))
+        (self.waiting if ticket in self.waiting else self.woken).remove(ticket)
+        self.obey(self.plane.on_gave_up(ticket, self.now))
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), clean=st.booleans(), content=st.sampled_from(Content), twice=st.booleans())
+    def finish(self, data, clean, content, twice):
+        """A request is over, perhaps reported twice."""
+        lease = data.draw(st.sampled_from(self.running))
+        self.running.remove(lease)
+        self.obey(self.plane.on_finished(lease, self.now, clean=clean, content=content))
+        if twice:
+            assert self.plane.on_finished(lease, self.now, clean=True, content=content) == []
+
+    @precondition(lambda self: self.leaving)
+    @rule(data=st.data())
+    def idle(self, data):
+        """The engine is done with an abandoned request."""
+        lease = data.draw(st.sampled_from(self.leaving))
+        self.leaving.remove(lease)
+        self.obey(self.plane.on_slots_idle(lease, self.now, Content.NEW))
+
+    @rule()
+    def down(self):
+        """The engine is gone."""
+        self.plane.on_engine_down()
+
+    @rule(restarted=st.booleans(), slots=st.integers(1, 3))
+    def ready(self, restarted, slots):
+        """An engine answers, the same or another one."""
+        if restarted:
+            self.epoch += 1
+            self.slots = slots
+        self.obey(ready(self.plane, f"e{self.epoch}", slots=self.slots))
+
+    @invariant()
+    def slots_have_one_lease_each(self):
+        """Taken slots are those of live leases, each once."""
+        if self.plane.facts is None:
+            return
+        leases = [*self.running, *self.leaving, *(ticket.lease for ticket in self.woken)]
+        live = {lease.lease_id: lease for lease in leases if lease.lease_id in self.plane._running}
+        taken = [number for lease in live.values() for number in lease.slots]
+        assert len(taken) == len(set(taken))
+        assert {slot.slot: slot.lease for slot in self.plane.board if not slot.idle} == {
+            number: lease.lease_id for lease in live.values() for number in lease.slots
+        }
+        assert set(self.plane._running) == set(live)
+
+    @invariant()
+    def a_session_is_in_one_slot(self):
+        """Board and sessions agree, and ids are unique."""
+        held = [(slot.session, slot.slot) for slot in self.plane.board if slot.session is not None]
+        assert all(session.slot == number for session, number in held)
+        for session in self.plane.sessions():
+            if session.slot is not None:
+                assert self.plane.board.slots[session.slot].session is session
+        ids = [session.session_id for session in self.plane.sessions()]
+        assert len(ids) == len(set(ids))
+
+    @invariant()
+    def nobody_waits_without_need(self):
+        """The first in line is one that cannot be placed."""
+        if self.plane.serving and self.waiting:
+            assert self.plane.board.place(self.waiting[0].ask) is None
+
+    def teardown(self):
+        """When everything ended, nobody waits and all slots are idle."""
+        if not hasattr(self, "plane"):
+            return
+        self.obey(ready(self.plane, f"e{self.epoch}", slots=self.slots))
+        while self.waiting or self.woken or self.running or self.leaving:
+            while self.woken:
+                self.running.append(self.woken.pop(0).lease)
+            for lease in self.running:
+                self.obey(self.plane.on_finished(lease, self.now, clean=True, content=Content.NEW))
+            self.running = []
+            while self.leaving:
+                self.obey(self.plane.on_slots_idle(self.leaving.pop(), self.now, Content.NEW))
+        assert self.plane.board.idle_count == self.slots
+        assert not any(session.running for session in self.plane.sessions())
+
+
+TestPlaneUnderFire = PlaneUnderFire.TestCase
+TestPlaneUnderFire.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)

@@ -1,0 +1,172 @@
+"""Claims about ``core.slots``: who gets which slot."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from polykv_proxy.core.slots import Ask, Content, Placement, Session, SlotBoard, common_links
+from polykv_proxy.core.types import LeaseId, Scope, SessionId, SlotId
+
+SCOPE = Scope("s")
+
+
+def session(name="a", scope=SCOPE):
+    """A session that is resident nowhere."""
+    return Session(SessionId(name), name, scope, started_ts=0.0)
+
+
+def ask(*chain, name="a", scope=SCOPE, **options):
+    """An ask with this chain."""
+    return Ask(scope=scope, name=name, chain=chain, **options)
+
+
+def run(board, wanted, owner=None, *, now=1.0, content=Content.NEW):
+    """Place, take and free; returns the placement."""
+    placement = board.place(wanted)
+    board.take(placement, LeaseId(1), owner, wanted)
+    for index, number in enumerate(placement.slots):
+        board.free(number, now, content if index == 0 else Content.NOTHING)
+    return placement
+
+
+def test_a_conversation_returns_to_its_slot():
+    """The slot that holds the longest common chain continues it, whatever was used last."""
+    board = SlotBoard(3)
+    mine = session()
+    assert run(board, ask(1, 2), mine) == Placement((0,), continues=False)
+    run(board, ask(1, 9, name="b"), session("b"))
+    assert board.place(ask(1, 2, 3, 4)) == Placement((0,), continues=True)
+    assert mine.slot == 0
+
+
+def test_an_empty_slot_comes_before_anothers():
+    """A new conversation displaces nobody while a slot holds nothing; then the oldest goes."""
+    board = SlotBoard(2)
+    one, two = session("a"), session("b")
+    run(board, ask(1, 2), one, now=1.0)
+    assert run(board, ask(5, 6, name="b"), two, now=2.0).slots == (1,)
+    assert run(board, ask(7, 8, name="c"), session("c"), now=3.0).slots == (0,)
+    assert (one.slot, two.slot) == (None, 1)
+
+
+def test_a_busy_slot_is_not_given_away():
+    """A conversation whose slot runs gets another one and does not continue."""
+    board = SlotBoard(2)
+    board.take(board.place(ask(1, 2)), LeaseId(1), session(), ask(1, 2))
+    assert board.place(ask(1, 2, 3)) == Placement((1,), continues=False)
+    assert board.idle_count == 1
+    board.take(Placement((SlotId(1),), continues=False), LeaseId(2), None, ask())
+    assert board.place(ask(1, 2, 3)) is None
+    assert [slot.idle for slot in board] == [False, False]
+
+
+def test_the_system_prompt_alone_is_no_conversation():
+    """One common link does not make a request the continuation of another one."""
+    board = SlotBoard(2)
+    run(board, ask(1, 2, 3), session())
+    assert board.place(ask(1, 9)).continues is False
+
+
+@pytest.mark.parametrize(
+    ("held", "asked", "structured", "continues"),
+    [
+        ((1, 2, 3), (1, 2, 3, 4), True, True),
+        ((1, 2, 3, 4), (1, 2, 9), True, True),  # an edited history
+        ((1, 2, 3, 4, 5), (1, 2, 9), True, False),  # little in common
+        ((1, 2, 3, 4), (1, 2, 9), False, False),  # plain text has no messages
+        ((1, 2, 3), (1, 2, 3, 4), False, True),
+        ((1,), (1, 2), False, False),
+    ],
+)
+def test_how_much_in_common_makes_a_continuation(held, asked, structured, continues):
+    """Everything that is held, or at least two links and half of it where links are messages."""
+    board = SlotBoard(2)
+    run(board, ask(*held), session())
+    assert board.place(ask(*asked, structured=structured)).continues is continues
+
+
+@pytest.mark.parametrize("other", [ask(1, 2, 3, scope=Scope("t")), ask(1, 2, 3, name="b"), ask()])
+def test_content_is_compared_within_key_and_name(other):
+    """Another key, another name and work without a conversation never continue what a slot holds."""
+    board = SlotBoard(1)
+    run(board, ask(1, 2), session())
+    assert board.place(other).continues is False
+
+
+def test_several_completions_hold_several_slots():
+    """The first is pinned, the rest are the lowest idle ones; more than there are is all."""
+    board = SlotBoard(3)
+    mine = session()
+    run(board, ask(9, 9, name="b"), session("b"))
+    run(board, ask(1, 2), mine)
+    assert board.place(ask(1, 2, 3, slots=2)).slots == (1, 0)
+    assert board.place(ask(slots=99)).slots == (2, 0, 1)
+    board.take(Placement((SlotId(2),), continues=False), LeaseId(1), None, ask())
+    assert board.place(ask(slots=3)) is None
+
+
+def test_work_that_the_engine_spreads_waits_for_all_slots():
+    """Exclusive takes every slot or none."""
+    board = SlotBoard(2)
+    assert board.place(ask(exclusive=True)).slots == (0, 1)
+    board.take(Placement((SlotId(1),), continues=False), LeaseId(1), None, ask())
+    assert board.place(ask(exclusive=True)) is None
+
+
+def test_one_certain_slot_or_none():
+    """``only`` takes no other slot, and a number that does not exist is never placed."""
+    board = SlotBoard(2)
+    assert board.place(ask(only=SlotId(1))) == Placement((1,), continues=False)
+    board.take(board.place(ask(only=SlotId(1))), LeaseId(1), None, ask())
+    assert board.place(ask(only=SlotId(1))) is None
+    assert board.place(ask(only=SlotId(7))) is None
+
+
+def test_a_refused_request_displaces_nobody():
+    """When the engine touched nothing, the slot is its former conversation's again."""
+    board = SlotBoard(1)
+    mine = session()
+    run(board, ask(1, 2), mine)
+    run(board, ask(5, 6, name="b"), session("b"), content=Content.OLD)
+    assert mine.slot == 0
+    assert board.place(ask(1, 2, 3)).continues is True
+
+
+def test_a_conversation_that_moved_on_is_not_moved_back():
+    """The slot keeps the content, but the session is where it went meanwhile."""
+    board = SlotBoard(2)
+    mine = session()
+    run(board, ask(1, 2), mine)
+    board.take(Placement((SlotId(0),), continues=False), LeaseId(1), None, ask(5))
+    board.take(Placement((SlotId(1),), continues=False), LeaseId(2), mine, ask(1, 2, 3))
+    board.free(SlotId(0), 2.0, Content.OLD)
+    assert (mine.slot, board.slots[0].session, board.slots[0].chain) == (1, None, (1, 2))
+
+
+def test_nothing_of_use_makes_the_slot_empty():
+    """The session is no longer resident and the slot is given away first."""
+    board = SlotBoard(2)
+    mine = session()
+    run(board, ask(1, 2), mine, content=Content.NOTHING)
+    assert mine.slot is None
+    run(board, ask(5, 6, name="b"), session("b"), now=0.5)
+    assert board.place(ask(7, name="c")).slots == (0,)
+
+
+def test_forgetting_leaves_a_session_alone_that_lives_elsewhere():
+    """Only a session whose state is in that slot loses it."""
+    board = SlotBoard(1)
+    mine = session()
+    run(board, ask(1, 2), mine)
+    mine.slot = SlotId(5)
+    board.forget(SlotId(0))
+    assert mine.slot == 5
+    assert board.slots[0].session is None
+
+
+@given(st.lists(st.integers(0, 1), max_size=6), st.lists(st.integers(0, 1), max_size=6))
+def test_common_links_count_the_common_start(a, b):
+    """As many as agree from the first one on."""
+    links = common_links(tuple(a), tuple(b))
+    assert a[:links] == b[:links]
+    assert links == min(len(a), len(b)) or a[links] != b[links]
