@@ -323,23 +323,27 @@ class ClientConnection(asyncio.Protocol):
 
     def sweep(self, now: float) -> None:
         """Enforce the deadlines; called a few times a second for every connection."""
-        limits = self._limits
         exchange = self._exchange
-        if self.write_paused and self._write_stalled(now):
-            self.transport.abort()
+        if self.write_paused or self.transport.is_closing():
+            if self._write_stalled(now):
+                self.transport.abort()
         elif self._linger_until is not None:
             if now > self._linger_until:
                 self.transport.abort()
         elif exchange is None:
-            if self._buffer and now - self._since > limits.head_s:
-                self._refuse(MalformedRequestError("the request head took too long", status=408))
-            elif not self._buffer and now - self._since > limits.idle_s:
-                self.transport.close()
+            self._sweep_idle(now - self._since)
         elif self._reading_paused:
             if _hung_up(self.transport) and self._client_left():
                 self.transport.abort()
-        elif exchange.body.awaited and now - self._since > limits.body_stall_s:
+        elif exchange.body.awaited and now - self._since > self._limits.body_stall_s:
             exchange.body.fail(MalformedRequestError("the request body stalled", status=408))
+
+    def _sweep_idle(self, age_s: float) -> None:
+        if self._buffer:
+            if age_s > self._limits.head_s:
+                self._refuse(MalformedRequestError("the request head took too long", status=408))
+        elif age_s > self._limits.idle_s:
+            self.transport.close()
 
     def _write_stalled(self, now: float) -> bool:
         size, since = self._unsent

@@ -11,7 +11,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Protocol
 
 from polykv_proxy.edge.framing import LAST_CHUNK, chunk
-from polykv_proxy.edge.head import BodyTooLargeError, status_line
+from polykv_proxy.edge.head import BodyTooLargeError, field_lines, status_line
 from polykv_proxy.errors import UnavailableError
 
 if TYPE_CHECKING:
@@ -297,8 +297,7 @@ class Exchange:
         """Forward an interim response of the engine (RFC 9110 section 15.2), 100 excepted: ours to send."""
         if head.status == 100 or self.head.http_1_0 or self.started:
             return
-        fields = b"".join(b"%b: %b\r\n" % field for field in head.headers)
-        self.connection.write(status_line(head.status, head.reason) + fields + b"\r\n")
+        self.connection.write(status_line(head.status, head.reason) + field_lines(head.headers) + b"\r\n")
 
     def abort(self) -> None:
         """Give the answer up so that the client sees a broken transfer, never a complete one."""
@@ -330,9 +329,8 @@ class Exchange:
         return b"Connection: keep-alive\r\n" if self.head.http_1_0 else b""
 
     def _begin(self, status: int, headers: Iterable[tuple[bytes, bytes]], *, delimited: bool) -> bytes:
-        connection = self.start(delimited=delimited)
-        fields = b"".join(b"%b: %b\r\n" % field for field in headers)
-        return status_line(status) + fields + connection
+        fields = field_lines(headers)
+        return status_line(status) + fields + self.start(delimited=delimited)
 
     def finish(self) -> None:
         """The last byte of the answer was written."""

@@ -137,10 +137,10 @@ class ChunkedBody(Body):
 
     def _whole_chunks(self, data: bytes) -> int:
         """The fast path: an engine writes one event as one chunk, and it mostly arrives as one read."""
-        pos = 0
+        pos, size = 0, len(data)
         sink = self.sink
         match = _SIZE_LINE.match
-        while (line := match(data, pos)) is not None:
+        while pos < size and (line := match(data, pos)) is not None:
             start = line.end()
             end = start + int(line[1], 16)
             if end == start or data[end : end + 2] != b"\r\n":

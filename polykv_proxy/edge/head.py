@@ -11,7 +11,9 @@ Rule 3: framing fields are facts about one connection: they are read here and wr
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from http import HTTPStatus
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
 
     from polykv_proxy.errors import PolyKVError
 
-Headers: TypeAlias = list[tuple[bytes, bytes]]
+Headers: TypeAlias = Sequence[tuple[bytes, bytes]]
 """Field lines in order of arrival: (name as sent, value without surrounding whitespace)."""
 
 HOP_BY_HOP = frozenset(
@@ -153,12 +155,10 @@ class ResponseHead(Head):
 class _Collector:
     """Receives llhttp's callbacks for one head."""
 
-    __slots__ = ("headers", "index", "reason", "repeated", "target")
+    __slots__ = ("headers", "reason", "target")
 
     def __init__(self) -> None:
-        self.headers: Headers = []
-        self.index: dict[bytes, bytes] = {}
-        self.repeated: set[bytes] = set()
+        self.headers: list[tuple[bytes, bytes]] = []
         self.target = b""
         self.reason = b""
 
@@ -169,15 +169,15 @@ class _Collector:
         self.reason += reason
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        value = value.rstrip(b" \t")
-        key = name.lower()
-        self.headers.append((name, value))
-        if key not in self.index:
-            self.index[key] = value
-            return
-        self.repeated.add(key)
-        if key == b"connection":  # a list field whose every member counts (RFC 9110 section 5.3)
-            self.index[key] += b"," + value
+        self.headers.append((name, value.rstrip(b" \t")))
+
+    def index(self) -> dict[bytes, bytes]:
+        """First values by lower-case name; all values of ``Connection``, a list whose every member counts."""
+        index = {name.lower(): value for name, value in reversed(self.headers)}
+        if len(index) < len(self.headers) and b"connection" in index:
+            values = [value for name, value in self.headers if name.lower() == b"connection"]
+            index[b"connection"] = b",".join(values)  # RFC 9110 section 5.3
+        return index
 
 
 def parse_request_head(raw: bytes) -> RequestHead:
@@ -201,42 +201,47 @@ def parse_request_head(raw: bytes) -> RequestHead:
         raise MalformedRequestError(f"malformed HTTP request: {exc}") from None
     method = parser.get_method().decode("ascii")
     version = parser.get_http_version()
-    _check_request(seen, method, version)
-    encoding = seen.index.get(b"transfer-encoding")
-    length = seen.index.get(b"content-length")
+    index = seen.index()
+    _check_request(seen.headers, index, method, version)
+    length = index.get(b"content-length")
     return RequestHead(
         headers=seen.headers,
         http_1_0=version == "1.0",
-        keep_alive=_keep_alive(seen.index, version),
+        keep_alive=_keep_alive(index, version),
         content_length=None if length is None else int(length),
-        chunked=encoding is not None,
-        _index=seen.index,
+        chunked=b"transfer-encoding" in index,
+        _index=index,
         method=method,
         target=_origin_form(seen.target),
     )
 
 
-def _check_request(seen: _Collector, method: str, version: str) -> None:
+def _check_request(headers: Headers, index: dict[bytes, bytes], method: str, version: str) -> None:
     """Refuse what llhttp lets pass but another parser could read differently (rule 1)."""
     if version not in ("1.1", "1.0"):
         raise MalformedRequestError("only HTTP/1.1 and HTTP/1.0 are spoken here", status=505)
     if method == "CONNECT":
         raise MalformedRequestError("CONNECT is not supported", status=501)
-    if not _MUST_BE_SINGLE.isdisjoint(seen.repeated):
-        raise MalformedRequestError("a Host or Transfer-Encoding field is repeated")
-    if version == "1.1" and b"host" not in seen.index:
+    if len(index) < len(headers):
+        for single in _MUST_BE_SINGLE:
+            if sum(name.lower() == single for name, _ in headers) > 1:
+                raise MalformedRequestError("a Host or Transfer-Encoding field is repeated")
+    if version == "1.1" and b"host" not in index:
         raise MalformedRequestError("an HTTP/1.1 request needs a Host field")  # RFC 9112 section 3.2
-    encoding = seen.index.get(b"transfer-encoding")
+    encoding = index.get(b"transfer-encoding")
     if encoding is None:
         return
-    if version == "1.0" or b"content-length" in seen.index:  # RFC 9112 section 6.1
+    if version == "1.0" or b"content-length" in index:  # RFC 9112 section 6.1
         raise MalformedRequestError("Transfer-Encoding contradicts the version or a Content-Length")
     if encoding.lower() != b"chunked":
         raise MalformedRequestError("only the chunked transfer coding is supported", status=501)
 
 
+@lru_cache(maxsize=256)
 def parse_response_head(raw: bytes) -> ResponseHead:
-    """Parse one response head of the engine.
+    """Parse one response head of the engine; equal bytes give the same object, not to be changed.
+
+    An engine repeats itself: the heads of its event streams, for one, are all alike.
 
     Args:
         raw: from the status line to the empty line, both included.
@@ -252,18 +257,19 @@ def parse_response_head(raw: bytes) -> ResponseHead:
         raise EngineGoneError("the engine switched protocols unasked", code="engine_protocol") from exc
     except httptools.HttpParserError as exc:
         raise EngineGoneError(f"the engine's answer is not HTTP: {exc}", code="engine_protocol") from None
-    encoding = seen.index.get(b"transfer-encoding")
+    index = seen.index()
+    encoding = index.get(b"transfer-encoding")
     if encoding is not None and encoding.lower() != b"chunked":
         raise EngineGoneError("the engine used an unknown transfer coding", code="engine_protocol")
-    length = seen.index.get(b"content-length")
+    length = index.get(b"content-length")
     version = parser.get_http_version()
     return ResponseHead(
         headers=seen.headers,
         http_1_0=version == "1.0",
-        keep_alive=_keep_alive(seen.index, version),
+        keep_alive=_keep_alive(index, version),
         content_length=None if length is None else int(length),
         chunked=encoding is not None,
-        _index=seen.index,
+        _index=index,
         status=parser.get_status_code(),
         reason=seen.reason,
     )
@@ -336,10 +342,22 @@ def response_bytes(
     for name, value in head.headers:
         if name.lower() not in hidden:
             parts += (name, b": ", value, b"\r\n")
-    for name, value in add:
-        parts += (name, b": ", value, b"\r\n")
-    parts += (framing, b"\r\n")
+    parts += (field_lines(add), framing, b"\r\n")
     return b"".join(parts)
+
+
+def field_lines(fields: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """Serialise fields of ours, each with CRLF.
+
+    Raises:
+        ValueError: one has a line break in it. What a client sent us may be reflected in our fields, and
+            must never be able to end one (RFC 9110 section 5.5).
+    """
+    lines = [b"%b: %b\r\n" % field for field in fields]
+    joined = b"".join(lines)
+    if joined.count(b"\n") != len(lines) or joined.count(b"\r") != len(lines):
+        raise ValueError("a header field has a line break in it")
+    return joined
 
 
 def status_line(status: int, reason: bytes | None = None) -> bytes:

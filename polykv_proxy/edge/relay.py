@@ -90,14 +90,17 @@ async def relay(  # noqa: PLR0913 - one place for all that can be done to an ans
         What happened. A broken answer is not an exception here: the client has its share already.
     """
     splice = _Splice(exchange, response, observer, transform, on_truncated)
-    head = response.head
     drop = frozenset(drop_headers)
     plan = _plan(exchange, response, transformed=transform is not None)
     if plan.length_goes:
         drop |= {b"content-length"}
-    framing = plan.framing + exchange.start(delimited=plan.delimited)
+    try:
+        framing = plan.framing + exchange.start(delimited=plan.delimited)
+        splice.prefix = response_bytes(response.head, add=add_headers, drop=drop, framing=framing)
+    except BaseException:
+        response.abort()
+        raise
     exchange.chunked = plan.chunked
-    splice.prefix = response_bytes(head, add=add_headers, drop=drop, framing=framing)
     return await splice.run(raw=plan.raw)
 
 
@@ -115,6 +118,7 @@ async def relay_into_open_stream(
     engine's are not passed on (the caller looks at ``response.head`` first). Arguments as in ``relay``.
     """
     if not exchange.started or exchange.responded:
+        response.abort()
         raise RuntimeError("the exchange has no open stream")
     splice = _Splice(exchange, response, observer, transform, on_truncated)
     return await splice.run(raw=exchange.chunked and response.head.chunked and transform is None)

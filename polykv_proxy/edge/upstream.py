@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 _CONNECT_TIMEOUT_S = 5.0
 _MAX_IDLE = 64
 _FULL_QUEUE_WAIT_S = 0.005
+_REAP_INTERVAL_S = 0.5  # well below the margin by which idle connections are closed early
 _BODY_METHODS = frozenset({"POST", "PUT", "PATCH"})
 
 
@@ -174,7 +175,8 @@ class Upstream:
     ) -> UpstreamResponse:
         """Send a request and wait, without a limit, for the head of the answer.
 
-        Cancelling this closes the connection, so the engine stops working on the request.
+        Cancelling this closes the connection, so the engine stops working on the request. The answer must
+        be relayed, read or aborted; one that nobody claims is aborted after a minute.
 
         Args:
             method: request method.
@@ -189,7 +191,9 @@ class Upstream:
             EngineGoneError: nobody listens, or the connection ended without an answer.
         """
         framing, body = _framing(method, body, headers)
-        head = request_bytes(method, self.address.prefix + target, headers, named=named, framing=framing)
+        if target != b"*":
+            target = self.address.prefix + target
+        head = request_bytes(method, target, headers, named=named, framing=framing)
         if isinstance(body, bytes) and (connection := self._pop_idle()) is not None:
             try:
                 return await connection.request(method, head, body, on_interim)
@@ -221,8 +225,6 @@ class Upstream:
             connection.abort()
             return
         self._idle.append(connection)
-        if self._reaper is None:
-            self._reap()
 
     def forget(self, connection: UpstreamConnection) -> None:
         """Drop a connection that is gone."""
@@ -241,15 +243,18 @@ class Upstream:
         return None
 
     def _reap(self) -> None:
-        """Close what idled too long: each connection holds a thread of the engine."""
+        """Close what idled too long or was forgotten: each connection holds a thread of the engine."""
         now = monotonic()
         for connection in [idle for idle in self._idle if not idle.usable(now)]:
-            self._idle.remove(connection)
+            connection.abort()
+        for connection in [one for one in self._all if one.unclaimed(now)]:
             connection.abort()
         self._reaper = None
-        if self._idle:
-            wait_s = min(connection.idle_until for connection in self._idle) - now
-            self._reaper = asyncio.get_running_loop().call_later(max(wait_s, 0.1), self._reap)
+        self._watch()
+
+    def _watch(self) -> None:
+        if self._all and self._reaper is None:
+            self._reaper = asyncio.get_running_loop().call_later(_REAP_INTERVAL_S, self._reap)
 
     async def _connect(self) -> UpstreamConnection:
         loop = asyncio.get_running_loop()
@@ -267,6 +272,7 @@ class Upstream:
             sock.close()
             raise
         self._all.add(connection)
+        self._watch()
         return connection
 
     def _make(self) -> UpstreamConnection:

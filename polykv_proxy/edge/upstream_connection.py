@@ -30,6 +30,9 @@ HEAD_LIMIT_BYTES = 64 * 1024
 DEFAULT_IDLE_S = 5.0
 """Keep-alive time of an engine that does not tell."""
 
+UNCLAIMED_S = 60.0
+"""An answer that nobody listens to for so long is given up, so that the engine's slot is free again."""
+
 _IDLE_MARGIN_S = 1.0
 _JOIN_BYTES = 64 * 1024
 _KEEP_ALIVE_TIMEOUT = re.compile(rb"timeout=(\d{1,6})")
@@ -71,6 +74,7 @@ class UpstreamConnection(asyncio.Protocol):
     """
 
     __slots__ = (
+        "_answered_at",
         "_buffer",
         "_drained",
         "_keep_s",
@@ -100,6 +104,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._upload: asyncio.Task[None] | None = None
         self._drained: asyncio.Event | None = None
         self._sent_at = 0.0
+        self._answered_at = 0.0
         self._keep_s = DEFAULT_IDLE_S
         self._lost = False
         self.reusable = True
@@ -225,6 +230,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._begin(head, data)
 
     def _begin(self, head: ResponseHead, rest: bytes) -> None:
+        self._answered_at = monotonic()
         response = self._response = UpstreamResponse(self, head, self._framing(head))
         value = head.get(b"keep-alive")
         self._keep_s, most = _keep_alive(value) if value is not None else (DEFAULT_IDLE_S - 1.0, None)
@@ -268,6 +274,11 @@ class UpstreamConnection(asyncio.Protocol):
     def usable(self, now: float) -> bool:
         """Whether a request may be sent over it."""
         return self.reusable and now < self.idle_until and not self.transport.is_closing()
+
+    def unclaimed(self, now: float) -> bool:
+        """Whether it carries an answer that nobody has listened to for long: a caller forgot it."""
+        response = self._response
+        return response is not None and not response.claimed and now - self._answered_at > UNCLAIMED_S
 
     def answered(self) -> None:
         """The answer is complete: back to the owner, or the end."""

@@ -134,6 +134,11 @@ class UpstreamResponse:
             self._reading_paused = False
             self._connection.resume_reading()
 
+    @property
+    def claimed(self) -> bool:
+        """Whether somebody listens."""
+        return self._listener is not None
+
     # -- for the connection ------------------------------------------------------------------------------
 
     def feed(self, data: bytes) -> None:

@@ -300,3 +300,17 @@ async def test_slow_reader_that_moves_is_kept(rig):
         tail = (tail + await client.read_some())[-16:]
         await asyncio.sleep(0.005)
     assert rig.cancelled == []
+
+
+async def test_client_that_never_takes_its_last_bytes(rig):
+    """A closed connection whose client does not read its last bytes is not kept for ever."""
+    connections = []
+
+    async def handler(exchange):
+        connections.append(exchange.connection)
+        await exchange.respond(200, (), bytes(5_000_000))
+
+    limits = Limits(write_stall_s=0.3)
+    client = await rig.client(await rig.edge(handler, limits=limits), slow=True)
+    await client.send(get(b"/", b"Connection: close"))
+    await until(lambda: connections and connections[0]._lost)

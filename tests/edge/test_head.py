@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from polykv_proxy.edge.head import (
     MalformedRequestError,
     error_envelope,
+    field_lines,
     parse_request_head,
     parse_response_head,
     request_bytes,
@@ -194,6 +195,19 @@ def test_response_is_serialised_as_it_came():
         b"HTTP/1.1 503 Not Right Now\r\ncontent-TYPE: text/event-stream\r\nSet-Cookie: a\r\nSet-Cookie: b\r\n"
         b"x-pool-id: p1\r\nConnection: close\r\n\r\n"
     )
+
+
+@pytest.mark.parametrize("value", [b"a\r\nX-Evil: 1", b"a\n", b"\ra"])
+def test_fields_of_ours_cannot_be_split(value):
+    """A line break in a field, reflected from wherever, is refused."""
+    with pytest.raises(ValueError, match="line break"):
+        field_lines([(b"X-A", b"1"), (b"X-B", value)])
+
+
+def test_equal_heads_are_parsed_once():
+    """The head that an engine sends again and again costs a look-up."""
+    raw = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n"
+    assert parse_response_head(raw) is parse_response_head(bytes(bytearray(raw)))
 
 
 @pytest.mark.parametrize(

@@ -597,6 +597,30 @@ async def test_open_stream_must_be_open(rig):
     assert caught == []
 
 
+async def test_relay_that_cannot_begin(rig):
+    """An exchange that was answered takes no second answer, and the engine's is given up at once."""
+    closed = asyncio.Event()
+
+    async def conversation(peer):
+        await peer.read_message()
+        await peer.send(SSE)
+        await peer.closed()
+        closed.set()
+
+    upstream = await rig.server(conversation)
+
+    async def handler(exchange):
+        response = await upstream.send("GET", b"/", [])
+        await exchange.respond(200)
+        with contextlib.suppress(RuntimeError):
+            await relay(exchange, response)
+
+    client = await rig.client(await rig.edge(handler))
+    await client.send(get())
+    await client.read_message()
+    await closed.wait()
+
+
 async def test_times_and_counts(rig):
     """First and last byte are told apart; a body without bytes has neither."""
     answer = [SSE, chunk(b"data: 1\n\n"), chunk(b":\n\n"), chunk(b"data: 2\n\ndata: 3\n\n"), b"0\r\n\r\n"]

@@ -261,6 +261,27 @@ async def test_full_accept_queue_is_waited_for(rig, tmp_path):
     listener.close()
 
 
+async def test_answer_that_nobody_claims(rig, monkeypatch):
+    """An answer that its caller forgot is given up, so that the engine does not work for nobody."""
+    monkeypatch.setattr("polykv_proxy.edge.upstream_connection.UNCLAIMED_S", 0.1)
+    closed = asyncio.Event()
+
+    async def conversation(peer):
+        await peer.read_message()
+        await peer.send(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nhalf")
+        await peer.closed()
+        closed.set()
+
+    upstream = await rig.server(conversation)
+    forgotten = await upstream.send("GET", b"/", [])
+    reading = asyncio.get_running_loop().create_task((await upstream.send("GET", b"/", [])).read(100))
+    await closed.wait()
+    with pytest.raises(EngineGoneError):
+        await forgotten.read(100)
+    assert not reading.done()
+    reading.cancel()
+
+
 async def test_prefix_and_fields(rig):
     """The address's prefix precedes every target; hop-by-hop fields are replaced, the rest is as given."""
     heads = []
@@ -276,10 +297,12 @@ async def test_prefix_and_fields(rig):
     await (await prefixed.send("GET", b"/v1/models?x", fields, named=frozenset({b"x-hop"}))).read(10)
     await (await prefixed.send("DELETE", b"/", [])).read(10)
     await (await prefixed.send("POST", b"/", [])).read(10)
+    await (await prefixed.send("OPTIONS", b"*", [])).read(10)
     assert heads == [
         b"GET /engine/1/v1/models?x HTTP/1.1\r\nHost: h\r\nX-A: 1\r\n\r\n",
         b"DELETE /engine/1/ HTTP/1.1\r\nHost: localhost\r\n\r\n",
         b"POST /engine/1/ HTTP/1.1\r\nHost: localhost\r\nContent-Length: 0\r\n\r\n",
+        b"OPTIONS * HTTP/1.1\r\nHost: localhost\r\n\r\n",
     ]
 
 
