@@ -113,18 +113,23 @@ class AnswerReader:
     def feed(self, data: bytes) -> bytes:
         """Take payload; returns payload that is complete enough to go out."""
         if self._done:
+            data = b"".join((*self._held, data))
+            self._held = []
             return data
         if not self._stream:
             self._held.append(data)
             return b""
-        at = data.rfind(b"\n\n")
-        if at < 0 and self._held_bytes + len(data) < EVENT_LIMIT_BYTES:
-            self._held.append(data)
-            self._held_bytes += len(data)
+        end = data.rfind(b"\n\n") + 2
+        if end < 2:  # an event may also end between two pieces
+            end = int(data.startswith(b"\n") and bool(self._held) and self._held[-1].endswith(b"\n"))
+        if not end and self._held_bytes + len(data) < EVENT_LIMIT_BYTES:
+            if data:
+                self._held.append(data)
+                self._held_bytes += len(data)
             return b""
-        at = len(data) - 2 if at < 0 else at
-        whole = b"".join((*self._held, data[: at + 2]))
-        rest = data[at + 2 :]
+        end = end or len(data)
+        whole = b"".join((*self._held, data[:end]))
+        rest = data[end:]
         self._held = [rest] if rest else []
         self._held_bytes = len(rest)
         if not self._interesting(whole):
@@ -136,8 +141,10 @@ class AnswerReader:
         """The payload is complete; returns the rest of it."""
         rest = b"".join(self._held)
         self._held = []
-        if self._stream or self._done or not rest:
+        if self._done or not rest:
             return rest
+        if self._stream:
+            return self._event(rest) if self._interesting(rest) else rest
         document = _decode(rest)
         if document is None or "error" in document:
             return rest
