@@ -18,6 +18,8 @@ from polykv_proxy.core.types import as_tokens
 from polykv_proxy.errors import BadRequestError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from polykv_proxy.api.families import Family
     from polykv_proxy.core.slots import Chain
     from polykv_proxy.core.types import Tokens
@@ -53,6 +55,10 @@ class _Body(msgspec.Struct):
     instructions: _Raw = msgspec.UNSET
     tools: _Raw = msgspec.UNSET
     chat_template_kwargs: _Raw = msgspec.UNSET
+
+
+class _Message(msgspec.Struct):
+    role: str = ""
 
 
 class _Ours(msgspec.Struct, forbid_unknown_fields=True):
@@ -108,14 +114,14 @@ def read(body: bytes, family: Family, headers: dict[str, str]) -> Asked:
     """
     try:
         parsed = msgspec.json.decode(body, type=_Body)
-    except msgspec.DecodeError:
-        parsed = _Body()  # not JSON, or no object: the engine's to refuse
+    except (msgspec.DecodeError, RecursionError):
+        parsed = _Body()  # not JSON, no object, or nested out of all reason: the engine's to refuse
     ours = _ours(parsed, headers)
     stripped = any(getattr(parsed, key) is not msgspec.UNSET for key in OUR_KEYS)
     structured = family.count_path is not None
     completions = _number(parsed.n) or _number(parsed.n_cmpl) or 1
     return Asked(
-        body=_strip(body) if stripped else body,
+        body=without(body, OUR_KEYS) if stripped else body,
         ours=stripped or bool(headers),
         pool_id=ours.pool_id,
         session=ours.session_id,
@@ -181,10 +187,17 @@ def _strict(raw: _Raw, kind: Any, name: str) -> Any:
         raise BadRequestError(f"{name}: {error}", param=name) from None
 
 
-def _strip(body: bytes) -> bytes:
-    """The body without our members; all other values keep their bytes."""
-    members = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-    for key in OUR_KEYS:
+def without(body: bytes, keys: Iterable[str]) -> bytes:
+    """A JSON object without these members; all other values keep their bytes.
+
+    Raises:
+        BadRequestError: a member's name is no text.
+    """
+    try:
+        members = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    except msgspec.DecodeError as error:
+        raise BadRequestError(f"not valid JSON: {error}") from None
+    for key in keys:
         members.pop(key, None)
     return msgspec.json.encode(members)
 
@@ -194,7 +207,10 @@ def _bytes(raw: _Raw) -> bytes:
 
 
 def _object(raw: _Raw) -> dict[str, Any]:
-    value = None if isinstance(raw, msgspec.UnsetType) else msgspec.json.decode(raw)
+    try:
+        value = msgspec.json.decode(_bytes(raw))
+    except msgspec.DecodeError:
+        return {}
     return value if isinstance(value, dict) else {}
 
 
@@ -233,9 +249,18 @@ def _chain(parsed: _Body, family: Family, *, structured: bool) -> Chain:
         return _text_chain(family.dialect.value.encode(), _bytes(parsed.prompt))
     system = _VOLATILE.sub(rb"\1", _bytes(parsed.system))
     rest = (parsed.instructions, parsed.tools, parsed.chat_template_kwargs)
-    links = [xxh3_64_intdigest(b"\0".join((family.dialect.value.encode(), system, *map(_bytes, rest))))]
-    links += [xxh3_64_intdigest(item) for item in _items(parsed.messages) + _items(parsed.input)]
-    return tuple(links)
+    messages = _items(parsed.messages) + _items(parsed.input)
+    first = next((at for at, message in enumerate(messages) if not _sets_the_scene(message)), len(messages))
+    head = b"\0".join((family.dialect.value.encode(), system, *map(_bytes, rest), *messages[:first]))
+    return (xxh3_64_intdigest(head), *(xxh3_64_intdigest(message) for message in messages[first:]))
+
+
+def _sets_the_scene(message: bytes) -> bool:
+    """Whether a message is part of what many conversations begin with."""
+    try:
+        return msgspec.json.decode(message, type=_Message).role in ("system", "developer")
+    except msgspec.DecodeError:
+        return False
 
 
 def _text_chain(kind: bytes, prompt: bytes) -> Chain:
