@@ -61,7 +61,7 @@ class Guard:
         if not self._is_ours(host):
             raise ForbiddenError(f"Host {host!r} is not one of this service's", code="foreign_host")
         origin = headers.get("Origin")
-        if origin is not None and urlsplit(origin).netloc.lower() != host.lower():
+        if origin is not None and _netloc(origin) != host.lower():
             raise ForbiddenError(f"pages of {origin} may not use these routes", code="foreign_origin")
         if method not in _SAFE_METHODS and method != "DELETE":
             kind = headers.get("Content-Type", "").partition(";")[0].strip().lower()
@@ -80,16 +80,18 @@ class Guard:
 
     def is_admin(self, headers: Mapping[str, str]) -> bool:
         """Whether the admin key was presented; never true where none is configured."""
-        if self._admin_key is None:
-            return False
         given = (headers.get(ADMIN_HEADER, ""), self._bearer(headers))
-        return any(hmac.compare_digest(key.encode(), self._admin_key.encode()) for key in given)
+        return any(self._is_key(key) for key in given)
 
     def is_admin_bearer(self, headers: Mapping[str, str]) -> bool:
         """Whether the bearer token is the admin key, and so no client's key."""
-        return self._admin_key is not None and hmac.compare_digest(
-            self._bearer(headers).encode(), self._admin_key.encode()
-        )
+        return self._is_key(self._bearer(headers))
+
+    def _is_key(self, given: str) -> bool:
+        if self._admin_key is None:
+            return False
+        # a header may hold any bytes, which stand in it as surrogates
+        return hmac.compare_digest(given.encode("utf-8", "surrogateescape"), self._admin_key.encode())
 
     @staticmethod
     def _bearer(headers: Mapping[str, str]) -> str:
@@ -97,11 +99,17 @@ class Guard:
         return token.strip() if scheme.lower() == "bearer" else ""
 
     def _is_ours(self, host: str) -> bool:
-        name = urlsplit(f"//{host}").hostname or ""
-        if name in self._hosts:
-            return True
         try:
-            ipaddress.ip_address(name)
+            name = urlsplit(f"//{host}").hostname or ""
+            if name not in self._hosts:
+                ipaddress.ip_address(name)
         except ValueError:
             return False
         return True
+
+
+def _netloc(origin: str) -> str | None:
+    try:
+        return urlsplit(origin).netloc.lower()
+    except ValueError:
+        return None
