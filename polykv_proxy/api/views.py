@@ -21,7 +21,12 @@ def pools(plane: ControlPlane, scope: Scope | None) -> dict[str, Any]:
     """Every pool that ``scope`` may see (None: all), and how all used cells are accounted for."""
     visible = [pool for pool in plane.tree if scope in (None, pool.scope)]
     facts, sample, owned = plane.facts, plane.sample, plane.ownership
-    named = {session.slot: session.session_id for session in plane.sessions() if session.slot is not None}
+    named = {
+        session.slot: session.session_id
+        for session in plane.sessions()
+        if session.slot is not None and scope in (None, session.scope)
+    }
+    ours = {node.pool_id for node in plane.tree.nodes() if scope in (None, node.scope)}
     return {
         "pools": [pool_view(plane, pool) for pool in visible],
         "tree_depth": max((pool.depth() for pool in visible), default=0),
@@ -45,7 +50,12 @@ def pools(plane: ControlPlane, scope: Scope | None) -> dict[str, Any]:
         "draining": []
         if owned is None
         else [
-            {"pool_id": rest.pool_id, "cells": rest.cells, "holders": rest.holders} for rest in owned.draining
+            {
+                "pool_id": rest.pool_id if rest.pool_id in ours else None,
+                "cells": rest.cells,
+                "holders": rest.holders,
+            }
+            for rest in owned.draining
         ],
         "unattributed_cells": None if owned is None else owned.unattributed,
     }
