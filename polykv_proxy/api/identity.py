@@ -14,7 +14,7 @@ import msgspec
 from polykv_proxy.core.types import Scope
 
 if TYPE_CHECKING:
-    from polykv_proxy.edge.head import RequestHead
+    from polykv_proxy.edge.head import Headers, RequestHead
 
 MAX_NAME_CHARS = 255
 
@@ -41,19 +41,35 @@ SESSION_HEADERS = (
 )
 """Headers that name a conversation, the first present one counts."""
 
+OUR_HEADER_PREFIX = b"x-polykv-"
+
 _METADATA_KEYS = ("session_id", "thread_id", "conversation_id")
+
+
+def our_headers(head: RequestHead) -> dict[str, str]:
+    """The client's ``X-PolyKV-*`` headers, names in lower case."""
+    return {
+        name.lower().decode("latin-1"): value.decode("latin-1")
+        for name, value in head.headers
+        if name.lower().startswith(OUR_HEADER_PREFIX)
+    }
+
+
+def without_ours(headers: Headers) -> Headers:
+    """Headers for the engine: it takes orders from ``X-PolyKV-*``, so those of clients never reach it."""
+    return [field for field in headers if not field[0].lower().startswith(OUR_HEADER_PREFIX)]
 
 
 def scope_of(head: RequestHead, *, shared: bool) -> Scope:
     """Scope of a data-plane request; see ``scope_of_keys``."""
-    return scope_of_keys(head.get_text(b"x-api-key"), head.get_text(b"authorization"), shared=shared)
+    return scope_of_keys(_text(head.get(b"x-api-key")), _text(head.get(b"authorization")), shared=shared)
 
 
 def scope_of_keys(api_key: str | None, authorization: str | None, *, shared: bool) -> Scope:
     """Digest of the caller's API key, or the one scope of all callers.
 
     Args:
-        api_key: the ``X-Api-Key`` header.
+        api_key: the ``X-Api-Key`` header; bytes that are not UTF-8 as surrogates.
         authorization: the ``Authorization`` header; only bearer tokens count.
         shared: whether callers with different keys may share prefixes.
     """
@@ -65,7 +81,13 @@ def scope_of_keys(api_key: str | None, authorization: str | None, *, shared: boo
         key = token.strip() if scheme.lower() == "bearer" else ""
     if not key:
         return Scope("")
-    return Scope(blake2b(key.encode(), digest_size=16, person=b"polykv-scope").hexdigest())
+    raw = key.encode("utf-8", "surrogateescape")
+    return Scope(blake2b(raw, digest_size=16, person=b"polykv-scope").hexdigest())
+
+
+def _text(value: bytes | None) -> str | None:
+    """A field as aiohttp decodes it, so that both faces of the proxy give a key the same scope."""
+    return None if value is None else value.decode("utf-8", "surrogateescape")
 
 
 def session_name(head: RequestHead, field: str | None, metadata: bytes | None) -> str | None:
@@ -88,7 +110,7 @@ def session_name(head: RequestHead, field: str | None, metadata: bytes | None) -
 def _from_metadata(raw: bytes) -> str | None:
     try:
         metadata = msgspec.json.decode(raw)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return None
     if not isinstance(metadata, dict):
         return None

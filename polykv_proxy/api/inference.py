@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -20,11 +20,11 @@ import structlog
 from polykv_proxy.api import asked as asking
 from polykv_proxy.api.answer import AnswerReader
 from polykv_proxy.api.hold import Hold
-from polykv_proxy.api.identity import scope_of, session_name
+from polykv_proxy.api.identity import OUR_HEADER_PREFIX, our_headers, scope_of, session_name, without_ours
 from polykv_proxy.core.slots import Ask, Content
 from polykv_proxy.core.types import Capability, PoolId
 from polykv_proxy.edge.relay import RelayResult, relay, relay_into_open_stream
-from polykv_proxy.errors import BadRequestError, PolyKVError, SaturatedError, UnavailableError
+from polykv_proxy.errors import EngineGoneError, PolyKVError, SaturatedError, UnavailableError
 
 if TYPE_CHECKING:
     from polykv_proxy.api.answer import Usage
@@ -34,16 +34,18 @@ if TYPE_CHECKING:
     from polykv_proxy.core.plane import AttachPlan, Lease
     from polykv_proxy.core.types import Scope, Tokens
     from polykv_proxy.edge.exchange import Exchange
-    from polykv_proxy.edge.head import Headers, RequestHead
+    from polykv_proxy.edge.head import Headers
     from polykv_proxy.edge.upstream import Upstream
     from polykv_proxy.edge.upstream_response import UpstreamResponse
-    from polykv_proxy.errors import EngineGoneError
     from polykv_proxy.runtime import Runtime
 
 log = structlog.get_logger(__name__)
 
-OUR_HEADER_PREFIX = b"x-polykv-"
 ERROR_BODY_BYTES = 1024 * 1024
+
+
+class _ErrorBody(msgspec.Struct):
+    error: dict[str, object]
 
 
 @dataclass(slots=True)
@@ -84,7 +86,7 @@ class Inference:
         """
         body = await exchange.read_body(self._settings.max_body_bytes)
         head = exchange.head
-        asked = asking.read(body, family, _our_headers(head))
+        asked = asking.read(body, family, our_headers(head))
         scope = scope_of(head, shared=self._settings.share_across_keys)
         hold = Hold(exchange, family, self._settings.queue, stream=asked.stream and family.pooled)
         work = _Work(exchange, family, asked, scope, hold)
@@ -112,6 +114,7 @@ class Inference:
         content, clean = Content.OLD, True
         try:
             work.lease = pending.lease or await work.hold.until(pending.wait, self._waited_too_long)
+            self._look_again(work)
             clean = False
             response = await self._send(work)
             if response.head.status >= 500:
@@ -155,6 +158,23 @@ class Inference:
             now_ts=self._runtime.now_ts(),
         )
 
+    def _look_again(self, work: _Work) -> None:
+        """The world may have changed while the request waited: no await between this and the sending.
+
+        Raises:
+            EngineGoneError: the lease is of an engine that is gone.
+        """
+        assert work.lease is not None
+        if work.lease.ended:
+            raise EngineGoneError("the engine was restarted")
+        if work.plan is None:
+            return
+        pool = self._runtime.plane.find_pool(work.plan.pool.pool_id, work.scope)
+        if pool is None or not pool.resident:
+            work.plan, work.pool_unknown = None, True
+        else:
+            work.plan = replace(work.plan, pool=pool)  # computed anew, it has another number
+
     async def _serving(self, timeout_s: float) -> bool | None:
         try:
             async with asyncio.timeout(timeout_s):
@@ -170,29 +190,34 @@ class Inference:
                 return await client.count_tokens(work.family.count_path, asked.body)
             prompt = asking.prompt_tokens(asked.prompt) if asked.prompt is not None else None
             return await client.tokenize(prompt) if isinstance(prompt, str) else prompt
-        except BadRequestError:
-            return None  # the engine will refuse the request itself, in its own words
+        except PolyKVError as error:
+            # the engine will refuse the request itself, in its own words
+            log.debug("prompt_not_tokenized", path=work.exchange.head.path, reason=error.message)
+            return None
 
     # -- the engine --------------------------------------------------------------------------------------
 
     async def _send(self, work: _Work) -> UpstreamResponse:
         head, lease = work.exchange.head, work.lease
         assert lease is not None
-        headers: Headers = [
-            field for field in head.headers if not field[0].lower().startswith(OUR_HEADER_PREFIX)
-        ]
+        headers, body = without_ours(head.headers), work.asked.body
         if self._runtime.plane.capability is Capability.ZERO_COPY:
             headers.append((b"X-PolyKV-Slot", b"%d" % lease.slots[0]))
             headers.append((b"X-PolyKV-Tag", b"%d" % lease.lease_id))
             if work.plan is not None and work.plan.tokens:
                 attach = b"%d:%d" % (work.plan.pool.number, work.plan.tokens)
                 headers.append((b"X-PolyKV-Attach", attach))
+        elif work.asked.ignored_slot:
+            body = asking.without(body, ("id_slot",))  # nothing overrides it on an engine without the patch
         return await self._upstream.send(
             head.method,
             head.target,
             headers,
-            work.asked.body,
-            named=head.connection_named(),
+            body,
+            # a client may not declare our headers to be about its own connection
+            named=frozenset(
+                name for name in head.connection_named() if not name.startswith(OUR_HEADER_PREFIX)
+            ),
             on_interim=work.exchange.interim,
         )
 
@@ -228,11 +253,14 @@ class Inference:
         """The engine refuses a request whose stream is open already: its error becomes the last event."""
         body = await response.read(ERROR_BODY_BYTES)
         try:
-            members = msgspec.json.decode(body)["error"]
-        except (msgspec.DecodeError, KeyError, TypeError):
-            message = f"the engine answered with status {response.head.status}"
-            members = {"message": message, "type": "server_error"}
-        await work.hold.fail_with(members)
+            members = msgspec.json.decode(body, type=_ErrorBody).error
+        except msgspec.DecodeError:
+            members = {}
+        stand_in = {
+            "message": f"the engine answered with status {response.head.status}",
+            "type": "server_error",
+        }
+        await work.hold.fail_with(stand_in | members)
         return RelayResult(completed=True)
 
     def _reader(self, work: _Work, response: UpstreamResponse) -> AnswerReader | None:
@@ -256,6 +284,8 @@ class Inference:
         self._runtime.plane.on_first_byte(work.lease, first - work.exchange.arrived_at)
         if work.plan is None or reader is None:
             return
+        if result.completed and not reader.writes:
+            reader.finish()  # a mere observer is not told of the end
         cached = reader.usage.cached_tokens
         if self._runtime.plane.on_attached(work.plan, work.lease.session, cached):
             log.warning(
@@ -304,12 +334,3 @@ class Inference:
         if work.asked.ignored_slot:
             block["id_slot_ignored"] = True
         return block
-
-
-def _our_headers(head: RequestHead) -> dict[str, str]:
-    """The client's ``X-PolyKV-*`` headers, which never reach the engine."""
-    return {
-        name.lower().decode("latin-1"): value.decode("latin-1")
-        for name, value in head.headers
-        if name.lower().startswith(OUR_HEADER_PREFIX)
-    }

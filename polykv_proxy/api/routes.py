@@ -16,21 +16,23 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from polykv_proxy.api.families import INFERENCE, SPREADING, Dialect, Family
+from polykv_proxy.api.identity import without_ours
 from polykv_proxy.core.types import SlotId
 from polykv_proxy.edge.head import error_envelope
 from polykv_proxy.edge.relay import relay
-from polykv_proxy.errors import NotFoundError, UnavailableError
+from polykv_proxy.errors import BadRequestError, NotFoundError, UnavailableError
 
 if TYPE_CHECKING:
     from polykv_proxy.api.inference import Inference
     from polykv_proxy.api.status import Status
     from polykv_proxy.edge.exchange import Exchange
-    from polykv_proxy.edge.head import RequestHead
+    from polykv_proxy.edge.head import Headers, RequestHead
     from polykv_proxy.edge.upstream import Upstream
     from polykv_proxy.errors import PolyKVError
     from polykv_proxy.runtime import Runtime
 
-_SLOT_ACTION = re.compile(r"/slots/(\d{1,6})")
+_SLOT_ACTION = re.compile(r"/slots/([0-9]{1,6})")
+_ESCAPE = re.compile(r"%(?:u([0-9A-Fa-f]{4})|([0-9A-Fa-f]{2}))")
 _OTHER = Family(Dialect.OTHER)
 _HEALTH = frozenset({"/health", "/v1/health"})
 
@@ -67,24 +69,15 @@ class Routes:
     async def handle(self, exchange: Exchange) -> None:
         """Answer one request."""
         head = exchange.head
-        path = head.path
+        path = engine_path(head.path)
         if path == "/polykv" or path.startswith("/polykv/"):
             if path.startswith("/polykv/engine"):
                 raise NotFoundError(f"{path} does not exist", code="route_not_found")
-            await self._pass(exchange, self._control)
+            await self._pass(exchange, self._control, head.headers)
             return
-        if head.method == "POST":
-            family = INFERENCE.get(path)
-            if family is not None:
-                await self._inference.handle(exchange, family)
-                return
-            if path in SPREADING:
-                await self._inference.handle(exchange, _OTHER, spreading=True)
-                return
-            if (match := _SLOT_ACTION.fullmatch(path)) is not None:
-                await self._status.slot_action(exchange, SlotId(int(match[1])))
-                return
-        elif head.method == "GET":
+        if head.method == "POST" and await self._post(exchange, path):
+            return
+        if head.method == "GET":
             if path in _HEALTH:
                 await self._status.health(exchange)
                 return
@@ -92,7 +85,23 @@ class Routes:
                 await self._status.props(exchange)
                 return
         await self._await_engine()
-        await self._pass(exchange, self._upstream)
+        await self._pass(exchange, self._upstream, without_ours(head.headers))
+
+    async def _post(self, exchange: Exchange, path: str) -> bool:
+        """Answer a POST that needs more than to be passed through; returns whether it was one."""
+        family = INFERENCE.get(path)
+        if family is not None:
+            await self._inference.handle(exchange, family)
+            return True
+        if path in SPREADING:
+            await self._inference.handle(exchange, _OTHER, spreading=True)
+            return True
+        if (match := _SLOT_ACTION.fullmatch(path)) is not None:
+            await self._status.slot_action(exchange, SlotId(int(match[1])))
+            return True
+        if path.startswith("/slots/"):  # the engine reads "0x" and "+0" as numbers too
+            raise BadRequestError(f"{path}: not a slot number", code="no_such_slot", param="id_slot")
+        return False
 
     async def _await_engine(self) -> None:
         if self._runtime.plane.serving:
@@ -104,18 +113,24 @@ class Routes:
             raise UnavailableError("Loading model", code="engine_loading", retry_after_s=2) from None
 
     @staticmethod
-    async def _pass(exchange: Exchange, upstream: Upstream) -> None:
+    async def _pass(exchange: Exchange, upstream: Upstream, headers: Headers) -> None:
         """Pass a request through, its body while it arrives."""
         head = exchange.head
         response = await upstream.send(
             head.method,
             head.target,
-            head.headers,
+            headers,
             exchange.body if head.has_body else b"",
             named=head.connection_named(),
             on_interim=exchange.interim,
         )
         await relay(exchange, response)
+
+
+def engine_path(path: str) -> str:
+    """The path as the engine's HTTP library reads it: no spelling of a route may slip past its handler."""
+    path = path.partition("#")[0]
+    return _ESCAPE.sub(lambda found: chr(int(found[1] or found[2], 16)), path) if "%" in path else path
 
 
 def render_error(head: RequestHead | None, error: PolyKVError) -> bytes:

@@ -7,6 +7,7 @@ from urllib.parse import parse_qs
 
 from polykv_proxy.api import views
 from polykv_proxy.api.answer import insert_member
+from polykv_proxy.api.identity import without_ours
 from polykv_proxy.core.slots import Ask, Content
 from polykv_proxy.core.types import Scope, SlotId
 from polykv_proxy.errors import BadRequestError, ConflictError, UnavailableError
@@ -48,7 +49,11 @@ class Status:
         """``GET /props`` with our ``opencoti`` member."""
         head = exchange.head
         response = await self._upstream.send(
-            head.method, head.target, head.headers, named=head.connection_named(), on_interim=exchange.interim
+            head.method,
+            head.target,
+            without_ours(head.headers),
+            named=head.connection_named(),
+            on_interim=exchange.interim,
         )
         body = await response.read(DOCUMENT_BYTES)
         if response.head.status == 200 and body.rstrip().endswith(b"}"):
@@ -67,7 +72,8 @@ class Status:
             ConflictError: the slot is at work.
         """
         headers = {
-            name.decode("latin-1").title(): value.decode("latin-1") for name, value in exchange.head.headers
+            name.decode("latin-1").title(): value.decode("utf-8", "surrogateescape")
+            for name, value in exchange.head.headers
         }
         self._guard.require_admin(headers)
         body = await exchange.read_body(DOCUMENT_BYTES)
