@@ -109,6 +109,12 @@ class Served:
                     return counters
                 await asyncio.sleep(0.05)
 
+    async def listing(self) -> dict[str, Any]:
+        """``GET /polykv/pools`` of an idle engine, read after this call began."""
+        await self.quiet()
+        await asyncio.sleep(0.2)  # the published picture is up to a tenth of a second old
+        return (await self.http.get("/polykv/pools")).json
+
     async def empty_slots(self) -> None:
         """Erase every slot through the proxy, so that only pools hold cells."""
         for slot in (await self.quiet())["slots"]:

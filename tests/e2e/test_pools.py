@@ -147,11 +147,7 @@ async def test_release_keeps_cells_that_are_held_and_frees_the_rest(clean: Serve
     assert listed["unattributed_cells"] == 0
     await clean.empty_slots()
     assert await clean.cells_used() == 0
-
-    async def drained() -> bool:  # the published picture is up to a tenth of a second old
-        return (await clean.http.get("/polykv/pools")).json["draining"] == []
-
-    await clean.until(drained)
+    assert (await clean.listing())["draining"] == []
 
 
 async def test_release_is_idempotent_and_an_unknown_id_is_404(clean: Served) -> None:
@@ -181,8 +177,7 @@ async def test_cells_by_ownership_sum_to_the_engines_figure(clean: Served) -> No
     plain = {"prompt": "Once upon a time", "max_tokens": 5}
     assert (await clean.http.post("/v1/completions", plain)).status == 200
     await drop(clean, one["pool_id"])
-    await clean.quiet()
-    listed = (await clean.http.get("/polykv/pools")).json
+    listed = await clean.listing()
     assert [pool["pool_id"] for pool in listed["pools"]] == [two["pool_id"]]
     assert listed["unattributed_cells"] == 0
     per_cell = (await clean.http.get("/props")).json["opencoti"]["kv_bytes_per_cell"]
@@ -309,8 +304,7 @@ async def test_several_completions_share_the_pool(clean: Served) -> None:
     assert answer.status == 200
     assert len(answer.json["choices"]) == 2
     assert answer.json["timings"]["cache_n"] == pool["prefix_len"]
-    await clean.quiet()
-    assert (await clean.http.get("/polykv/pools")).json["unattributed_cells"] == 0
+    assert (await clean.listing())["unattributed_cells"] == 0
 
 
 async def test_cap_and_strict(clean: Served) -> None:

@@ -1,0 +1,8 @@
+"""All benchmarks, one after the other: ``python -m tests.benchmarks`` (``make bench``)."""
+
+import subprocess
+import sys
+
+for name in ("fanout", "relay"):
+    print(f"== {name}", flush=True)
+    subprocess.run([sys.executable, "-m", f"tests.benchmarks.{name}"], check=True)
