@@ -32,7 +32,9 @@ def test_child_that_inherits_the_lock_keeps_it(tmp_path):
 def test_child_does_not_inherit_it_by_accident(tmp_path):
     """A helper process must not keep a lock alive."""
     lock = try_lock(tmp_path / "lock")
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, close_fds=False)
+    running = [sys.executable, "-c", "print(flush=True); input()"]
+    child = subprocess.Popen(running, stdin=subprocess.PIPE, stdout=subprocess.PIPE, close_fds=False)
+    child.stdout.readline()
     os.close(lock)
     again = try_lock(tmp_path / "lock")
     assert again is not None
