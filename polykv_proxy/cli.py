@@ -218,6 +218,10 @@ def _with_engine(settings: Settings) -> Settings:
 
     if settings.engine.url is not None:
         return settings
+    for key, file in (("model", settings.engine.model), ("binary", settings.engine.binary)):
+        # the supervisor would wait for it to appear; at a start it is a typing error
+        if file is not None and not file.is_file():
+            raise ConfigError(f"engine.{key}: {file}: no such file")
     chosen: dict[str, Path] = {}
     with _sigterm_interrupts():
         if settings.engine.model is None:

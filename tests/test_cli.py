@@ -81,16 +81,18 @@ def test_serve_without_arguments_is_a_complete_system(run, calls, tmp_path):
     assert settings.engine.binary == tmp_path / "engine" / "bin" / "llama-server"
 
 
-def test_serve_arguments_become_settings(run, calls):
+def test_serve_arguments_become_settings(run, calls, tmp_path):
     """Each flag is a key; arguments for the engine keep their order."""
+    model_file = tmp_path / "m.gguf"
+    model_file.touch()
     status, *_ = run(
-        *("serve", "--listen", "[::1]:1", "--model", "/m.gguf", "--parallel", "2", "--ctx-size", "512"),
+        *("serve", "--listen", "[::1]:1", "--model", str(model_file), "--parallel", "2", "--ctx-size", "512"),
         *("--max-pools", "3", "--engine-arg", "-ngl", "--engine-arg=99"),
     )
     assert status == 0
     settings = calls[-1][1][0]
     assert settings.listen == "[::1]:1"
-    assert settings.engine.model == Path("/m.gguf")
+    assert settings.engine.model == model_file
     assert (settings.engine.parallel, settings.engine.ctx_size, settings.engine.max_pools) == (2, 512, 3)
     assert settings.engine.args == ("-ngl", "99")
     assert [name for name, *_ in calls] == ["build.ensure", "app.run"]
@@ -100,6 +102,14 @@ def test_serve_that_attaches_needs_no_engine(run, calls):
     """Nothing is built or fetched."""
     assert run("serve", "--engine-url", "http://127.0.0.1:8080")[0] == 0
     assert [name for name, *_ in calls] == ["app.run"]
+
+
+@pytest.mark.parametrize("key", ["model", "binary"])
+def test_serve_with_a_file_that_is_not_there(run, calls, monkeypatch, key):
+    """A typing error is told at once, instead of being waited out."""
+    monkeypatch.setenv(f"POLYKV_ENGINE__{key.upper()}", "/nowhere/file")
+    assert run("serve") == (2, "", f"polykv-proxy: engine.{key}: /nowhere/file: no such file\n")
+    assert calls == []
 
 
 def test_serve_reads_the_file_beneath_the_flags(run, calls, tmp_path):

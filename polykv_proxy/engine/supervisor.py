@@ -185,6 +185,7 @@ class Supervisor:
             # only a cancelled run() comes here with the engine still running
             await child.end(self._stop_deadline_s)
             self._record_file.unlink(missing_ok=True)
+            self.spec.socket.unlink(missing_ok=True)
         return self._ended(code, log_offset)
 
     async def _spawn(self) -> _Child:
