@@ -10,16 +10,16 @@ from polykv_proxy.engine import source
 
 
 @pytest.fixture(scope="session")
-def cache():
+def build_cache():
     """The build cache that `make` fills; tests fetch into it what is missing."""
     return config.load().cache_path
 
 
 @pytest.fixture(scope="session")
-def upstream_tree(cache, tmp_path_factory):
+def upstream_tree(build_cache, tmp_path_factory):
     """The pinned llama.cpp, pristine. Shared by all tests: copy it before changing anything."""
     tree = tmp_path_factory.mktemp("upstream") / "llama.cpp"
-    source.unpack(source.read_series().pin, cache / "downloads", tree)
+    source.unpack(source.read_series().pin, build_cache / "downloads", tree)
     return tree
 
 

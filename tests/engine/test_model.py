@@ -84,9 +84,9 @@ def test_wheel_without_the_model(index, tmp_path, monkeypatch):
 
 
 @pytest.mark.engine
-def test_the_real_model_is_a_gguf_file(cache):
+def test_the_real_model_is_a_gguf_file(build_cache):
     """What the demo and the tests run on."""
-    file = model.ensure(cache)
+    file = model.ensure(build_cache)
     with file.open("rb") as stream:
         assert stream.read(4) == b"GGUF"
     assert file.stat().st_size == 98362432

@@ -59,11 +59,11 @@ def test_applies_at_the_exact_lines_of_the_pin(own_tree):
 
 @pytest.mark.engine
 @pytest.mark.parametrize("tag", [pin.tag for pin in source.read_series().neighbours])
-def test_applies_to_neighbouring_tags(cache, tmp_path, tag):
+def test_applies_to_neighbouring_tags(build_cache, tmp_path, tag):
     """Hunks may move, their context may not change."""
     series = source.read_series()
     (pin,) = [pin for pin in series.neighbours if pin.tag == tag]
-    source.unpack(pin, cache / "downloads", tmp_path / "tree")
+    source.unpack(pin, build_cache / "downloads", tmp_path / "tree")
     with (tmp_path / "log").open("w") as log:
         source.apply_series(series, tmp_path / "tree", log)
     assert (tmp_path / "tree" / "tools" / "server" / "server-polykv.h").is_file()

@@ -56,7 +56,7 @@ def test_engine_that_never_gets_ready(world, monkeypatch):
 
 @pytest.mark.engine
 @pytest.mark.parametrize("which", ["binary", "stock"])
-def test_the_built_engines_decode(cache, which):
+def test_the_built_engines_decode(build_cache, which):
     """Patched and stock, on the built-in model."""
-    binary = getattr(build.ensure(cache), which)
-    assert prove.prove(binary, model.ensure(cache)).tokens == 8
+    binary = getattr(build.ensure(build_cache), which)
+    assert prove.prove(binary, model.ensure(build_cache)).tokens == 8
