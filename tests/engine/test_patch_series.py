@@ -142,7 +142,7 @@ def test_build_applies_what_git_commits(own_tree, tmp_path):
     ("spoil", "message"),
     [
         (lambda f: (f / "patches" / "stray.patch").write_text("x"), "stray.patch is not in series"),
-        (lambda f: (f / "series").open("a").write("gone.patch\n"), "gone.patch is listed and missing"),
+        (lambda f: (f / "series").write_text("gone.patch\n"), "gone.patch is listed and missing"),
         (lambda f: (f / "series").write_text((f / "series").read_text() * 2), "listed twice"),
         (lambda f: edit_first(f, r"^Kind: .*$", "Kind: maybe"), "Kind must be backport, pending or ours"),
         (lambda f: edit_first(f, r"^Signed-off-by: .*\n", ""), "has no Signed-off-by: line"),
