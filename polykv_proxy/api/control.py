@@ -270,7 +270,7 @@ async def _read(request: web.Request, kind: type[PoolRequest]) -> PoolRequest:
     except msgspec.ValidationError as error:
         text, _, path = str(error).partition(" - at `$")
         raise BadRequestError(text, param=path.strip("`.") or None) from None
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise BadRequestError(f"not valid JSON: {error}") from None
 
 

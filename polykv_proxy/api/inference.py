@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -169,11 +169,9 @@ class Inference:
             raise EngineGoneError("the engine was restarted")
         if work.plan is None:
             return
-        pool = self._runtime.plane.find_pool(work.plan.pool.pool_id, work.scope)
-        if pool is None or not pool.resident:
-            work.plan, work.pool_unknown = None, True
-        else:
-            work.plan = replace(work.plan, pool=pool)  # computed anew, it has another number
+        pool = work.plan.pool
+        if not pool.resident or self._runtime.plane.find_pool(pool.pool_id, work.scope) is not pool:
+            work.plan, work.pool_unknown = None, True  # its number may be another pool's by now
 
     async def _serving(self, timeout_s: float) -> bool | None:
         try:
@@ -200,7 +198,7 @@ class Inference:
     async def _send(self, work: _Work) -> UpstreamResponse:
         head, lease = work.exchange.head, work.lease
         assert lease is not None
-        headers, body = without_ours(head.headers), work.asked.body
+        headers, body = list(without_ours(head.headers)), work.asked.body
         if self._runtime.plane.capability is Capability.ZERO_COPY:
             headers.append((b"X-PolyKV-Slot", b"%d" % lease.slots[0]))
             headers.append((b"X-PolyKV-Tag", b"%d" % lease.lease_id))
@@ -297,7 +295,7 @@ class Inference:
 
     def _headers(self, work: _Work) -> Headers:
         assert work.lease is not None
-        added: Headers = []
+        added: list[tuple[bytes, bytes]] = []
         if work.plan is not None:
             added.append((b"x-pool-id", work.plan.pool.pool_id.encode()))
             added.append((b"x-cached-prefix-tokens", b"%d" % work.plan.tokens))
