@@ -1,0 +1,31 @@
+"""A proxy in front of a fake patched engine, for one test."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+
+from api.rig import Rig
+
+
+@pytest.fixture
+async def proxies():
+    """Starts proxies with settings of one's choice; all of them are stopped, and none may have had a bug."""
+    async with contextlib.AsyncExitStack() as stack:
+        rigs = []
+
+        async def start(**options):
+            rigs.append(await stack.enter_async_context(Rig(**options)))
+            return rigs[-1]
+
+        yield start
+        for rig in rigs:
+            assert not rig.problems
+            assert not rig.engine.overlaps
+
+
+@pytest.fixture
+async def rig(proxies):
+    """A proxy with two slots and two pools."""
+    return await proxies()

@@ -1,0 +1,214 @@
+"""The whole proxy but for its process: edge, routes and runtime in front of a fake patched engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from typing import TYPE_CHECKING, Any, Self
+
+import aiohttp
+from fake_polykv import FakePolykv
+from yarl import URL
+
+from polykv_proxy import sampler
+from polykv_proxy.api.control import ControlApi
+from polykv_proxy.api.guard import Guard
+from polykv_proxy.api.inference import Inference
+from polykv_proxy.api.routes import Routes, render_error
+from polykv_proxy.api.status import Status
+from polykv_proxy.config import Settings
+from polykv_proxy.core.plane import ControlPlane
+from polykv_proxy.edge import Edge, InProcess, Upstream
+from polykv_proxy.edge.tasks import TaskSet
+from polykv_proxy.engine.address import EngineAddress
+from polykv_proxy.engine.client import EngineClient
+from polykv_proxy.engine.state import EngineState, EngineStatus
+from polykv_proxy.runtime import Runtime
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+LIVENESS_S = 20.0
+"""Generous: a test that waits this long hangs."""
+
+CHAT = "/v1/chat/completions"
+SYSTEM = "You are a helper with a long system prompt. " * 4
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Wait for something that happens soon."""
+    async with asyncio.timeout(LIVENESS_S):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+def chat(*contents: str, **more: Any) -> dict[str, Any]:
+    """A chat body: the common system prompt, then turns."""
+    messages = [{"role": "system", "content": SYSTEM}]
+    messages += [{"role": "user", "content": content} for content in contents]
+    return {"messages": messages, **more}
+
+
+class Answer:
+    """A complete answer."""
+
+    def __init__(self, status: int, headers: Any, body: bytes) -> None:
+        self.status = status
+        self.headers = headers
+        self.body = body
+
+    @property
+    def json(self) -> Any:
+        """The body, decoded."""
+        return json.loads(self.body)
+
+    @property
+    def error(self) -> dict[str, Any]:
+        """The error object."""
+        return self.json["error"]
+
+    @property
+    def events(self) -> list[tuple[str | None, Any]]:
+        """Events of a stream, comments left out: name and document."""
+        found = []
+        for block in self.body.decode().split("\n\n"):
+            name, document = None, None
+            for line in block.split("\n"):
+                if line.startswith("event: "):
+                    name = line[7:]
+                elif line.startswith("data: ") and line != "data: [DONE]":
+                    document = json.loads(line[6:])
+            if document is not None:
+                found.append((name, document))
+        return found
+
+
+class Rig:
+    """A running proxy.
+
+    Attributes:
+        engine: the fake one.
+        runtime: the control plane at work.
+        problems: what reached the loop's exception handler.
+    """
+
+    def __init__(
+        self,
+        *,
+        slots: int = 2,
+        max_pools: int = 2,
+        admin: str | None = None,
+        hold_s: float = 0.05,
+        **settings: Any,
+    ) -> None:
+        self.engine = FakePolykv(slots=slots, max_pools=max_pools)
+        self.settings = Settings(**settings)
+        self.problems: list[dict[str, Any]] = []
+        self._admin = admin
+        self._hold_s = hold_s
+        self._stack = contextlib.AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        """Start everything; the engine is ready."""
+        asyncio.get_running_loop().set_exception_handler(lambda _loop, context: self.problems.append(context))
+        stack = self._stack
+        await stack.enter_async_context(self.engine)
+        client = await stack.enter_async_context(EngineClient(EngineAddress.parse(self.engine.address), None))
+        tasks = TaskSet()
+        stack.push_async_callback(tasks.cancel, 5.0)
+        plane = ControlPlane(max_waiting=self.settings.queue.max_depth)
+        self.runtime = Runtime(plane, client, tasks)
+        upstream = Upstream(self.engine.address)
+        stack.callback(upstream.close)
+        guard = Guard(self._admin, self.settings.allowed_hosts)
+        control = ControlApi(self.runtime, guard, shared=self.settings.share_across_keys)
+        inside = await stack.enter_async_context(InProcess(control.application(1 << 20)))
+        routes = Routes(
+            self.runtime,
+            upstream,
+            inside.upstream,
+            Inference(self.runtime, upstream, self.settings),
+            Status(self.runtime, upstream, guard),
+            hold_s=self._hold_s,
+        )
+        tasks.spawn(sampler.run(self.runtime))
+        edge = Edge(routes.handle, render_error=render_error)
+        port = await edge.listen("127.0.0.1", 0)
+        stack.push_async_callback(edge.close, 0.0)
+        self.url = f"http://127.0.0.1:{port}"
+        self.port = port
+        self.session = await stack.enter_async_context(
+            aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True))
+        )
+        await self.up()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Stop everything, last first."""
+        self.engine.gate.set()
+        self.engine.pool_gate.set()
+        await self._stack.aclose()
+
+    # -- the engine's life -------------------------------------------------------------------------------
+
+    def down(self) -> None:
+        """The supervisor reports that there is no engine."""
+        self.runtime.on_engine_status(EngineStatus(state=EngineState.DOWN, reason="test"))
+
+    async def up(self) -> None:
+        """The supervisor reports an engine; returns when requests can be sent."""
+        self.runtime.on_engine_status(EngineStatus(state=EngineState.READY))
+        await until(self.runtime.serving.is_set)
+
+    # -- requests ----------------------------------------------------------------------------------------
+
+    @contextlib.asynccontextmanager
+    async def open(
+        self, path: str, body: Any = None, *, method: str | None = None, **headers: str
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """A request whose answer is not read yet; keywords are headers with dashes for underscores."""
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        method = method or ("GET" if body is None else "POST")
+        data = body
+        if body is not None and not isinstance(body, bytes):
+            data = json.dumps(body).encode()
+            named = {"Content-Type": "application/json"} | named
+        target = self.url + path
+        async with self.session.request(
+            method, URL(target, encoded=True), data=data, headers=named
+        ) as answer:
+            yield answer
+
+    async def ask(self, path: str, body: Any = None, **options: Any) -> Answer:
+        """A request and its whole answer."""
+        async with asyncio.timeout(LIVENESS_S), self.open(path, body, **options) as answer:
+            return Answer(answer.status, answer.headers, await answer.read())
+
+    def start(self, path: str, body: Any = None, **options: Any) -> asyncio.Task[Answer]:
+        """``ask`` on the side; cancel it to leave."""
+        return asyncio.get_running_loop().create_task(self.ask(path, body, **options))
+
+    async def pool(self, body: Any = None, **headers: str) -> dict[str, Any]:
+        """A pool of the common system prompt, or of ``body``."""
+        wanted = body or {"messages": [{"role": "system", "content": SYSTEM}]}
+        answer = await self.ask("/polykv/pools", wanted, **headers)
+        assert answer.status in (200, 201), answer.body
+        return answer.json
+
+    # -- the state ---------------------------------------------------------------------------------------
+
+    @property
+    def waiting(self) -> int:
+        """Requests in the queue."""
+        return len(self.runtime.plane._waiting)
+
+    @property
+    def idle(self) -> int:
+        """Slots that may be given away."""
+        return self.runtime.plane.board.idle_count
+
+    async def quiet(self) -> None:
+        """Wait until every slot is free; then nobody holds a lease."""
+        await until(lambda: self.idle == len(self.engine.sequences))
+        assert not self.runtime.plane._running

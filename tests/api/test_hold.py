@@ -1,0 +1,198 @@
+"""Claims about ``api.hold``: waiting is silent, then kept alive, and a refusal comes in the right form."""
+
+import asyncio
+import json
+
+import pytest
+from fake_engine import Script
+
+from api.rig import CHAT, SYSTEM, chat, until
+
+APIS = {
+    "/completion": {"prompt": "x"},
+    "/v1/completions": {"prompt": "x"},
+    CHAT: chat("hi"),
+    "/v1/responses": {"input": "hi"},
+    "/v1/messages": {"system": SYSTEM, "messages": [{"role": "user", "content": "hi"}]},
+}
+PATIENT = {"hold_grace_s": 0.02, "keepalive_s": 0.01}
+"""Streams open soon and then wait."""
+HASTY = {"hold_grace_s": 30.0, "max_wait_s": 0.05}
+"""Refusals come before a stream opens."""
+
+
+async def occupied(proxies, **queue):
+    """A proxy whose only slot is at work, and the request that runs there."""
+    rig = await proxies(slots=1, queue=queue)
+    rig.engine.gate.clear()
+    running = rig.start(CHAT, chat("running"))
+    await until(lambda: rig.engine.running == 1)
+    return rig, running
+
+
+async def opened(answer):
+    """What a held stream sent until it had sent three comments."""
+    seen = b""
+    async with asyncio.timeout(20.0):
+        while seen.count(b":\n\n") < 3:
+            seen += await answer.content.readany()
+    return seen
+
+
+# -- streams that wait ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", APIS)
+async def test_a_stream_that_waits_is_kept_alive(proxies, path):
+    """Comments come first, then the engine's events, with the block where it belongs."""
+    rig, running = await occupied(proxies, **PATIENT)
+    async with rig.open(path, APIS[path] | {"stream": True, "session_id": "me"}) as answer:
+        assert answer.status == 200
+        assert answer.headers["Content-Type"] == "text/event-stream"
+        seen = await opened(answer)
+        assert seen.replace(b":\n\n", b"") == b""
+        rig.engine.gate.set()
+        rest = await answer.content.read()
+    assert rest.count(b'"opencoti":') == 1
+    assert b"token" in rest
+    assert (await running).status == 200
+    await rig.quiet()
+
+
+@pytest.mark.parametrize("path", APIS)
+async def test_a_stream_that_waited_too_long_ends_with_an_error_event(proxies, path):
+    """The status is spent, so the refusal is the last event, in the wording of its API."""
+    rig, running = await occupied(proxies, **PATIENT, max_wait_s=0.1)
+    answer = await rig.ask(path, APIS[path] | {"stream": True})
+    assert answer.status == 200
+    ((name, event),) = answer.events
+    assert event["error"]["code"] == "queue_timeout"
+    if path == "/v1/messages":
+        assert (name, event["type"]) == ("error", "error")
+    elif path == "/v1/responses":
+        assert (name, event["type"], event["code"]) == ("error", "error", "queue_timeout")
+    else:
+        assert (name, list(event)) == (None, ["error"])
+    rig.engine.gate.set()
+    await running
+    await rig.quiet()
+
+
+@pytest.mark.parametrize("path", APIS)
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"error": {"message": "no such thing", "code": 400}}, "no such thing"),
+        ({"error": "odd"}, "the engine answered with status 400"),
+        ({"error": {"code": 1}}, "the engine answered with status 400"),
+        ([], "the engine answered with status 400"),
+    ],
+)
+async def test_an_engine_that_refuses_late_ends_the_stream_with_its_error(proxies, path, body, message):
+    """Its own words where there are any; the slot is free again."""
+    rig, running = await occupied(proxies, **PATIENT)
+    async with rig.open(path, APIS[path] | {"stream": True}) as answer:
+        await opened(answer)
+        rig.engine.script = Script(fault="error", status=400, error_body=body)
+        rig.engine.gate.set()
+        rest = await answer.content.read()
+    document = json.loads(rest[rest.index(b"{") :])
+    assert document["error"]["message"] == message
+    await running
+    await rig.quiet()
+
+
+async def test_an_engine_that_dies_under_a_held_stream_ends_it_with_an_error(proxies):
+    """Before its head and in the middle: never a stream that merely stops."""
+    for fault in ("die_before_head", "die_mid_stream"):
+        rig, running = await occupied(proxies, **PATIENT)
+        async with rig.open(CHAT, chat("hi", stream=True)) as answer:
+            await opened(answer)
+            rig.engine.script = Script(fault=fault)
+            rig.engine.gate.set()
+            rest = await answer.content.read()
+        assert b'"code":"engine_gone"' in rest.split(b"\n\n")[-2]
+        await running
+        await rig.quiet()
+
+
+async def test_a_client_that_leaves_a_held_stream_leaves_the_queue(proxies):
+    """The slot goes to the next, and the engine never hears of the one who left."""
+    rig, running = await occupied(proxies, **PATIENT)
+    async with rig.open(CHAT, chat("leaver", stream=True)) as answer:
+        await opened(answer)
+    await until(lambda: rig.waiting == 0)
+    rig.engine.gate.set()
+    await running
+    await rig.quiet()
+    assert not any(b"leaver" in request.body for request in rig.engine.work)
+
+
+async def test_a_stream_may_open_before_there_is_an_engine(proxies):
+    """A pooled request waits for one like any other, and a refusal then is an event."""
+    rig = await proxies(queue=PATIENT)
+    made = await rig.pool()
+    wanted = {"pool_id": made["pool_id"], "shared_prefix_n_tokens": 9999, "strict": True}
+    rig.down()
+    async with rig.open(CHAT, chat("hi", stream=True, opencoti=wanted)) as answer:
+        await opened(answer)
+        await rig.up()
+        rest = await answer.content.read()
+    assert b'"code":"shared_prefix_too_long"' in rest
+    await rig.quiet()
+
+
+# -- refusals with a status -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_refusal_within_the_grace_is_a_status(proxies, stream):
+    """429 with Retry-After for want of a slot."""
+    rig, running = await occupied(proxies, **HASTY)
+    answer = await rig.ask(CHAT, chat("hi", stream=stream))
+    assert (answer.status, answer.error["code"]) == (429, "queue_timeout")
+    assert int(answer.headers["Retry-After"]) >= 1
+    rig.engine.gate.set()
+    await running
+    await rig.quiet()
+
+
+@pytest.mark.parametrize("pool", [{}, {"pool_id": "p"}])
+async def test_without_an_engine_it_is_503(proxies, pool):
+    """With Retry-After, whether the request waited for a slot or, for its pool, for an engine."""
+    rig = await proxies(queue=HASTY)
+    rig.down()
+    answer = await rig.ask(CHAT, chat("hi", stream=True) | pool)
+    assert (answer.status, answer.error["code"]) == (503, "engine_loading")
+    assert int(answer.headers["Retry-After"]) >= 1
+
+
+async def test_a_full_queue_refuses_at_once(proxies):
+    """429 for one too many, in Anthropic's envelope on its route; those who wait are not touched."""
+    rig, running = await occupied(proxies, max_depth=1)
+    waiting = rig.start(CHAT, chat("waiting"))
+    await until(lambda: rig.waiting == 1)
+    answer = await rig.ask(CHAT, chat("hi", stream=True))
+    assert (answer.status, answer.error["code"], answer.error["type"]) == (
+        429,
+        "queue_full",
+        "pool_saturated",
+    )
+    assert int(answer.headers["Retry-After"]) >= 1
+    anthropic = await rig.ask("/v1/messages", APIS["/v1/messages"])
+    assert (anthropic.status, anthropic.json["type"], anthropic.error["code"]) == (429, "error", "queue_full")
+    rig.engine.gate.set()
+    assert [(await task).status for task in (running, waiting)] == [200, 200]
+    await rig.quiet()
+
+
+async def test_a_whole_answer_gets_no_comments(proxies):
+    """However long it waits: its body is one JSON document."""
+    rig, running = await occupied(proxies, **PATIENT)
+    waiting = rig.start(CHAT, chat("hi"))
+    await until(lambda: rig.waiting == 1)
+    await asyncio.sleep(0.1)  # several keepalive times
+    rig.engine.gate.set()
+    answer = await waiting
+    assert answer.json["object"] == "chat.completion"
+    await running

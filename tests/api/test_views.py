@@ -1,0 +1,159 @@
+"""Claims about ``api.views``: state as JSON, with null for what is not known."""
+
+from polykv_proxy import __version__
+from polykv_proxy.api import views
+from polykv_proxy.core.plane import Admit, ControlPlane
+from polykv_proxy.core.slots import Ask, Content
+from polykv_proxy.core.types import (
+    Capability,
+    EngineFacts,
+    EngineSample,
+    PoolOrigin,
+    PoolUid,
+    Scope,
+    SlotId,
+    SlotSample,
+    SlotState,
+    as_tokens,
+)
+
+SCOPE = Scope("s")
+
+
+def plane_with(*slots, used=0, bytes_per_cell=10):
+    """A plane whose engine was sampled once."""
+    plane = ControlPlane(max_waiting=1)
+    facts = EngineFacts("e", 2, 3, 1000, 500, bytes_per_cell, "build")
+    plane.on_engine_ready(facts, Capability.ZERO_COPY, None, "m", 0.0)
+    if slots:
+        plane.on_sample(EngineSample("e", 0.0, used, 1000, 0, slots, ()))
+    return plane
+
+
+def slot(number, tokens, *, shared=0, uid=0):
+    """A slot of a sample."""
+    return SlotSample(SlotId(number), SlotState.IDLE, 1, 0, 0, 0, 0, tokens, shared, PoolUid(uid), 500)
+
+
+def pool(plane, length, uid, *, parent=None, scope=SCOPE):
+    """A resident pool."""
+    made = plane.tree.add(
+        plane.pool_id_of(as_tokens(range(length)), scope),
+        as_tokens(range(length)),
+        scope=scope,
+        origin=PoolOrigin.EXPLICIT,
+        now_ts=5.0,
+        parent=parent,
+        branch_pos=0 if parent is None else parent.prefix_len,
+        label="x",
+    )
+    plane.tree.ready(made, PoolUid(uid))
+    return made
+
+
+def session(plane, name, *, scope=SCOPE):
+    """A session that is resident in a slot."""
+    decision = plane.on_request(Ask(scope=scope, name=name, chain=(1, len(name))), 1.0, now_ts=100.0)
+    assert isinstance(decision, Admit)
+    plane.on_finished(decision.lease, 2.0, clean=True, content=Content.NEW)
+    return decision.lease.session
+
+
+def test_nothing_is_known_before_an_engine_answers():
+    """Counts are null, not zero."""
+    empty = ControlPlane(max_waiting=1)
+    document = views.pools(empty, SCOPE)
+    unknown = ("seq_ids_used", "seq_ids_max", "kv_cells_used", "kv_cells_total", "unattributed_cells")
+    assert [document[name] for name in unknown] == [None] * 5
+    assert (document["pools"], document["unpooled"], document["draining"], document["tree_depth"]) == (
+        [],
+        [],
+        [],
+        0,
+    )
+    properties = views.properties(empty)
+    assert properties["capability"] == "relay"
+    assert properties["capability_reason"]
+    assert {properties[name] for name in ("engine_build", "engine_epoch", "max_pools", "kv_cells_total")} == {
+        None
+    }
+
+
+def test_properties_name_what_works():
+    """Features by name, so that nobody has to look at versions."""
+    properties = views.properties(plane_with())
+    assert properties == {
+        "version": __version__,
+        "capability": "zero_copy",
+        "capability_reason": None,
+        "features": ["polykv_pools_v1"],
+        "engine_build": "build",
+        "engine_epoch": "e",
+        "max_pools": 3,
+        "kv_cells_total": 1000,
+        "kv_bytes_per_cell": 10,
+        "attach_shortfall_total": 0,
+    }
+    assert views.properties(plane_with(bytes_per_cell=0))["kv_bytes_per_cell"] is None
+
+
+def test_pools_count_bytes_by_ownership():
+    """A parent's bytes are its own; its subtree's are its children's too."""
+    plane = plane_with()
+    root = pool(plane, 100, 1)
+    child = pool(plane, 130, 2, parent=root)
+    mine = session(plane, "me")
+    mine.pool = child.pool_id
+    plane.on_sample(EngineSample("e", 0.0, 140, 1000, 0, (slot(0, 140, shared=130, uid=2), slot(1, 0)), ()))
+    top, below = views.pools(plane, SCOPE)["pools"]
+    assert (top["own_kv_bytes"], top["subtree_kv_bytes"], top["children"]) == (1000, 1300, [child.pool_id])
+    assert (below["own_kv_bytes"], below["parent"], below["branch_pos"]) == (300, root.pool_id, 100)
+    (attached,) = below["sessions"]
+    assert (attached["suffix_n_tokens"], attached["marginal_kv_bytes"], attached["ttft_ms"]) == (
+        10,
+        100,
+        None,
+    )
+    assert views.pools(plane, SCOPE)["tree_depth"] == 2
+
+
+def test_a_pin_without_a_user_is_shown():
+    """Pinned, with neither children nor a resident session."""
+    plane = plane_with(slot(0, 0))
+    made = pool(plane, 10, 1)
+    made.pinned = True
+    assert views.pool_view(plane, made)["orphaned_pin"] is True
+    session(plane, "me").pool = made.pool_id
+    assert views.pool_view(plane, made)["orphaned_pin"] is False
+    assert views.pool_view(plane, made)["sessions"][0]["suffix_n_tokens"] is None
+
+
+def test_a_listing_holds_what_its_scope_may_see():
+    """Another key's cells are counted, but carry no name."""
+    plane = plane_with()
+    gone = pool(plane, 50, 1)
+    plane.tree.release(gone)
+    session(plane, "mine")
+    session(plane, "theirs", scope=Scope("t"))
+    plane.on_sample(EngineSample("e", 0.0, 75, 1000, 0, (slot(0, 10), slot(1, 65, shared=50, uid=1)), ()))
+    plane.board.slots[1].session.slot = SlotId(1)
+    for scope, names, pools in ((SCOPE, ["mine"], [gone.pool_id]), (Scope("t"), [None], [None])):
+        listing = views.pools(plane, scope)
+        assert [one["session_id"] for one in listing["unpooled"]] == names
+        assert [one["pool_id"] for one in listing["draining"]] == pools
+        assert listing["unpooled"][0]["cells"] == 10
+    everything = views.pools(plane, None)
+    assert everything["draining"][0] == {"pool_id": gone.pool_id, "cells": 50, "holders": 1}
+
+
+def test_sessions_come_last_used_first():
+    """With what their slot holds, where that is known."""
+    plane = plane_with(slot(0, 30), slot(1, 0))
+    session(plane, "one").ttft_s = 0.5
+    session(plane, "two", scope=Scope("t"))
+    (one,) = views.sessions(plane, SCOPE)["sessions"]
+    assert (one["ctx_used"], one["ctx_total"], one["ttft_ms"], one["started_ts"]) == (30, 500, 500.0, 100.0)
+    assert [each["session_id"] for each in views.sessions(plane, None)["sessions"]] == ["two", "one"]
+    plane.board.forget(SlotId(0))
+    (one,) = views.sessions(plane, SCOPE)["sessions"]
+    assert (one["resident"], one["ctx_used"], one["slot"]) == (False, None, None)

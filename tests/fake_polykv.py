@@ -1,0 +1,365 @@
+"""``FakeEngine`` with the patch: pools, slots, counters, token ids from the counting routes.
+
+::
+
+    async with FakePolykv(slots=2) as engine:
+        engine.gate.clear()                 # generations wait before their first byte
+        ...
+        engine.gate.set()
+
+Cells are counted as the real engine does: a pool's once, and of each slot what it does not share.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from aiohttp import web
+from fake_engine import (
+    _GENERATING,
+    FakeEngine,
+    Recorded,
+    Script,
+    _die,
+    _event,
+    _request,
+    token_events,
+    whole_answer,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+CELLS = 4096
+_COUNTING = {
+    "/v1/chat/completions/input_tokens",
+    "/v1/responses/input_tokens",
+    "/v1/messages/count_tokens",
+}
+
+
+@dataclass
+class Pool:
+    """A pool that the engine holds."""
+
+    uid: int
+    tokens: list[int]
+
+
+@dataclass
+class Slot:
+    """A slot and what its sequence holds."""
+
+    tokens: list[int] = field(default_factory=list)
+    shared: int = 0
+    pool_uid: int = 0
+    task: int = -1
+    tag: int = 0
+    running: bool = False
+
+
+class FakePolykv(FakeEngine):
+    """A patched engine on a Unix socket.
+
+    Args:
+        slots: how many slots it has.
+        max_pools: pools it can hold; 0 is an engine without the patch.
+
+    Attributes:
+        epoch: changes with ``restart``.
+        gate: generations wait for it before they answer.
+        pool_gate: so do computations of pools.
+        pools: by number.
+        sequences: the slots.
+        overlaps: requests that came to a slot that was at work.
+        cancelled: tasks that were cancelled on purpose.
+        broken: routes, by path, with what they answer instead: (status, body).
+        renders: how a chat body becomes text.
+    """
+
+    def __init__(self, *, slots: int = 2, max_pools: int = 2) -> None:
+        super().__init__(unix=True)
+        self.max_pools = max_pools
+        self.epoch = "epoch-1"
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.pool_gate = asyncio.Event()
+        self.pool_gate.set()
+        self.pools: dict[int, Pool] = {}
+        self.sequences = [Slot() for _ in range(slots)]
+        self.overlaps: list[Recorded] = []
+        self.cancelled: list[int] = []
+        self.broken: dict[str, tuple[int, bytes]] = {}
+        self.renders: Callable[[dict[str, Any]], str] = _render
+        self.props |= {"total_slots": slots}
+        self._next_uid = 1
+        self._next_task = 1
+
+    def restart(self) -> None:
+        """The model is loaded again: everything it held is gone."""
+        self.epoch += "+"
+        self.pools.clear()
+        self.sequences = [Slot() for _ in self.sequences]
+
+    @property
+    def work(self) -> list[Recorded]:
+        """Generations that arrived, those of the self-test left out."""
+        return [
+            request
+            for request in self.requests
+            if request.path in _GENERATING and (request.header("x-polykv-tag") or not self.max_pools)
+        ]
+
+    @property
+    def running(self) -> int:
+        """Slots at work."""
+        return sum(slot.running for slot in self.sequences)
+
+    def _app(self) -> web.Application:
+        app = super()._app()
+        app.middlewares.append(self._break)
+        app.router.add_get("/polykv/engine", self._info)
+        app.router.add_get("/polykv/engine/counters", self._counters)
+        app.router.add_post("/polykv/engine/pools/{number}", self._pool)
+        app.router.add_post("/polykv/engine/slots/{slot}", self._cancel)
+        for path in _COUNTING:
+            app.router.add_post(path, self._count)
+        return app
+
+    @web.middleware
+    async def _break(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        if request.path in self.broken:
+            status, body = self.broken[request.path]
+            return web.Response(status=status, body=body, content_type="application/json")
+        if request.path.startswith("/polykv/") and not self.max_pools:
+            return _refuse(404, "File Not Found")
+        answer: web.StreamResponse = await handler(request)
+        return answer
+
+    # -- documents ---------------------------------------------------------------------------------------
+
+    async def _info(self, _request: web.Request) -> web.Response:
+        return web.json_response(
+            {
+                "version": 1,
+                "epoch": self.epoch,
+                "build_info": "fake",
+                "n_slots": len(self.sequences),
+                "max_pools": self.max_pools,
+                "n_cells": CELLS,
+                "n_ctx_slot": 1024,
+                "bytes_per_cell": 10,
+                "type_k": "f16",
+                "type_v": "f16",
+            }
+        )
+
+    async def _counters(self, _request: web.Request) -> web.Response:
+        uids = {pool.uid for pool in self.pools.values()}
+        held = {slot.pool_uid: 0 for slot in self.sequences}
+        for slot in self.sequences:
+            held[slot.pool_uid] = max(held[slot.pool_uid], slot.shared)
+        used = sum(len(pool.tokens) for pool in self.pools.values())
+        used += sum(len(slot.tokens) - slot.shared for slot in self.sequences)
+        used += sum(shared for uid, shared in held.items() if uid not in uids)
+        slots = [
+            {
+                "id": number,
+                "state": "gen" if slot.running else "idle",
+                "id_task": slot.task,
+                "tag": slot.tag,
+                "n_gen_total": 0,
+                "n_prompt_total": 0,
+                "n_cached_total": 0,
+                "n_tokens": len(slot.tokens),
+                "n_pool_shared": slot.shared,
+                "n_ctx": 1024,
+                "pool_uid": slot.pool_uid,
+            }
+            for number, slot in enumerate(self.sequences)
+        ]
+        pools = [
+            {"id_pool": number, "uid": pool.uid, "n_tokens": len(pool.tokens)}
+            for number, pool in self.pools.items()
+        ]
+        kv = {"n_cells": CELLS, "n_used": used}
+        return web.json_response(
+            {"epoch": self.epoch, "n_deferred": 0, "kv": kv, "slots": slots, "pools": pools}
+        )
+
+    async def _slots(self, _request: web.Request) -> web.Response:
+        return web.json_response(
+            [{"id": number, "is_processing": slot.running} for number, slot in enumerate(self.sequences)]
+        )
+
+    async def _count(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        tokens = self.tokens_of(self.renders(body))
+        return web.json_response({"input_tokens": len(tokens), "tokens": tokens})
+
+    # -- orders ------------------------------------------------------------------------------------------
+
+    async def _pool(self, request: web.Request) -> web.Response:
+        number, action = int(request.match_info["number"]), request.query.get("action")
+        if action == "release":
+            pool = self.pools.pop(number, None)
+            if pool is None:
+                return _refuse(404, f"pool {number} does not exist")
+            held = max((slot.shared for slot in self.sequences if slot.pool_uid == pool.uid), default=0)
+            return web.json_response({"id_pool": number, "n_cells_freed": len(pool.tokens) - held})
+        body = await request.json()
+        if number in self.pools:
+            return _refuse(400, f"pool {number} is taken")
+        slot = self.sequences[body["id_slot"]]
+        self._begin(slot, body["tag"])
+        try:
+            await self.pool_gate.wait()
+            self.pools[number] = Pool(self._next_uid, body["tokens"])
+            self._next_uid += 1
+        finally:
+            slot.running = False
+        timings = {"cache_n": 0, "prompt_n": len(body["tokens"]), "prompt_ms": 1.0}
+        return web.json_response(
+            {"uid": self.pools[number].uid, "n_tokens": len(body["tokens"]), "timings": timings}
+        )
+
+    async def _cancel(self, request: web.Request) -> web.Response:
+        slot = self.sequences[int(request.match_info["slot"])]
+        if slot.running and slot.task == int(request.query["id_task"]):
+            self.cancelled.append(slot.task)
+            slot.running = False
+        return web.json_response({})
+
+    async def _slot_action(self, request: web.Request) -> web.Response:
+        answer = await super()._slot_action(request)
+        if request.query.get("action") == "erase":
+            self.sequences[int(request.match_info["slot"])] = Slot()
+        return answer
+
+    def _begin(self, slot: Slot, tag: int) -> None:
+        slot.task, slot.tag, slot.running = self._next_task, tag, True
+        slot.tokens, slot.shared, slot.pool_uid = [], 0, 0
+        self._next_task += 1
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        recorded = _request.get()
+        chosen = recorded.header("x-polykv-slot")
+        if not self.max_pools or chosen is None:
+            slot = next((one for one in self.sequences if not one.running), self.sequences[0])
+        else:
+            slot = self.sequences[int(chosen)]
+        script = self.script_for(recorded) or self.script
+        if script.fault == "error" or self.loading:
+            await self.gate.wait()
+            return await super()._generate(request)  # refused before it took its slot
+        if slot.running:
+            self.overlaps.append(recorded)
+        self._begin(slot, int(recorded.header("x-polykv-tag") or 0))
+        task = slot.task
+        try:
+            slot.tokens = self._prompt(recorded)
+            cached = self._attach(slot, recorded)
+            script = replace(script, cache_n=cached, prompt_n=len(slot.tokens) - cached)
+            if recorded in self.work:  # not the self-test
+                await self.gate.wait()
+            return await self._answer(request, recorded, script)
+        finally:
+            if slot.task == task:
+                slot.running = False
+
+    async def _answer(self, request: web.Request, recorded: Recorded, script: Script) -> web.StreamResponse:
+        if script.fault == "die_before_head":
+            return _die(request)
+        body = recorded.json if recorded.body.startswith(b"{") else {}
+        if not body.get("stream"):
+            return web.json_response(_whole(recorded.path, script) | script.extra)
+        answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await answer.prepare(request)
+        for number, event in enumerate(_events(recorded.path, script)):
+            if script.fault == "die_mid_stream" and number == 2:
+                return _die(request)
+            if number and script.token_delay_s:
+                await asyncio.sleep(script.token_delay_s)
+            await answer.write(event)
+        await answer.write_eof()
+        return answer
+
+    def _prompt(self, recorded: Recorded) -> list[int]:
+        try:
+            body = json.loads(recorded.body)
+        except ValueError:
+            return []
+        prompt = body.get("prompt")
+        if isinstance(prompt, list) and all(isinstance(item, int) for item in prompt):
+            return prompt
+        return self.tokens_of(prompt if isinstance(prompt, str) else self.renders(body))
+
+    def _attach(self, slot: Slot, recorded: Recorded) -> int:
+        number, _, most = (recorded.header("x-polykv-attach") or "").partition(":")
+        pool = self.pools.get(int(number)) if number else None
+        if pool is None:
+            return 0
+        agree = 0
+        for one, other in zip(pool.tokens, slot.tokens, strict=False):
+            if one != other:
+                break
+            agree += 1
+        slot.shared = min(agree, int(most)) if most else agree
+        slot.pool_uid = pool.uid if slot.shared else 0
+        return slot.shared
+
+
+def _refuse(status: int, message: str) -> web.Response:
+    return web.json_response({"error": {"code": status, "message": message}}, status=status)
+
+
+def _render(body: dict[str, Any]) -> str:
+    """A chat template: system text, tools, then each message."""
+    parts = [f"[{key}]{body[key]}" for key in ("system", "instructions", "tools") if key in body]
+    messages = body.get("messages", body.get("input", []))
+    if isinstance(messages, str):
+        messages = [{"role": "user", "content": messages}]
+    parts += [f"<|{message['role']}|>{message['content']}" for message in messages]
+    return "".join(parts)
+
+
+def _usage(script: Script) -> dict[str, Any]:
+    return {
+        "cache_read_input_tokens": script.cache_n,
+        "input_tokens": script.prompt_n,
+        "output_tokens": script.tokens,
+    }
+
+
+def _response(script: Script) -> dict[str, Any]:
+    details = {"cached_tokens": script.cache_n}
+    usage = {"input_tokens": script.prompt_n + script.cache_n, "output_tokens": script.tokens}
+    return {"id": "resp_fake", "object": "response", "usage": usage | {"input_tokens_details": details}}
+
+
+def _whole(path: str, script: Script) -> dict[str, Any]:
+    """An answer that is not streamed."""
+    if path == "/v1/responses":
+        return _response(script)
+    answer = whole_answer(path, script)
+    return answer | {"usage": _usage(script)} if path == "/v1/messages" else answer
+
+
+def _events(path: str, script: Script) -> list[bytes]:
+    """The events of a stream."""
+    if path == "/v1/messages":
+        start = {"type": "message_start", "message": {"id": "msg_fake", "usage": _usage(script)}}
+        _, *rest = token_events(path, script)
+        return [_event(start, "message_start"), *rest]
+    if path == "/v1/responses":
+        delta = {"type": "response.output_text.delta", "delta": script.text}
+        done = {"type": "response.completed", "response": _response(script)}
+        return [
+            _event({"type": "response.created"}, "response.created"),
+            *(_event(delta, "response.output_text.delta") for _ in range(script.tokens)),
+            _event(done, "response.completed"),
+        ]
+    return token_events(path, script)
