@@ -120,6 +120,7 @@ class Runtime:
         """Pools that were given up, by the lease under which the engine of that epoch may have computed them
         nevertheless."""
         self._sampling: asyncio.Future[EngineSample] | None = None
+        self._ended_at = 0.0
         self._ready_task: asyncio.Task[None] | None = None
 
     @staticmethod
@@ -232,6 +233,7 @@ class Runtime:
 
     def finish(self, lease: Lease, *, clean: bool, content: Content, stop: bool = True) -> None:
         """End a lease; see ``ControlPlane.on_finished``."""
+        self._ended_at = monotonic()  # a sample from before shows the request at work
         self._perform(self.plane.on_finished(lease, monotonic(), clean=clean, content=content, stop=stop))
         self.sampled.set()
 
@@ -294,7 +296,7 @@ class Runtime:
         if self.plane.capability is not Capability.ZERO_COPY or not self.plane.serving:
             return self.plane.sample
         last = self.plane.sample
-        if last is not None and monotonic() - last.taken_at <= max_age_s:
+        if last is not None and last.taken_at > self._ended_at and monotonic() - last.taken_at <= max_age_s:
             return last
         if self._sampling is None:
             self._sampling = asyncio.get_running_loop().create_future()

@@ -78,8 +78,8 @@ class Routes:
         if head.method == "POST" and await self._post(exchange, path):
             return
         if head.method == "GET":
-            if path in _HEALTH:
-                await self._status.health(exchange)
+            if path in _HEALTH and not self._runtime.plane.serving:
+                await self._status.loading(exchange)
                 return
             if path == "/props" and self._runtime.plane.serving:
                 await self._status.props(exchange)

@@ -10,6 +10,7 @@ from polykv_proxy.api.answer import insert_member
 from polykv_proxy.api.identity import without_ours
 from polykv_proxy.core.slots import Ask, Content
 from polykv_proxy.core.types import Scope, SlotId
+from polykv_proxy.edge.relay import relay
 from polykv_proxy.errors import BadRequestError, ConflictError, UnavailableError
 
 if TYPE_CHECKING:
@@ -38,12 +39,9 @@ class Status:
         self._upstream = upstream
         self._guard = guard
 
-    async def health(self, exchange: Exchange) -> None:
-        """``GET /health``: 200 while an engine serves, else what the engine says while it loads."""
-        if self._runtime.plane.serving:
-            await exchange.respond(200, _JSON, b'{"status":"ok"}')
-        else:
-            await exchange.respond(503, [*_JSON, (b"Retry-After", b"2")], _LOADING)
+    async def loading(self, exchange: Exchange) -> None:
+        """``GET /health`` while no engine serves: what the engine itself says while it loads."""
+        await exchange.respond(503, [*_JSON, (b"Retry-After", b"2")], _LOADING)
 
     async def props(self, exchange: Exchange) -> None:
         """``GET /props`` with our ``opencoti`` member."""
@@ -86,15 +84,18 @@ class Status:
         if pending.lease is None:
             pending.give_up()
             raise ConflictError(f"slot {slot} is at work", code="slot_busy")
-        done = False
+        content = Content.NOTHING
         try:
-            response = await self._runtime.client.slot_action(slot, exchange.head.query, body)
-            done = True
+            head = exchange.head
+            response = await self._upstream.send(
+                head.method, head.target, head.headers, body, named=head.connection_named()
+            )
+            if action == "save" and response.head.status == 200:
+                content = Content.OLD
+            await relay(exchange, response)
         finally:
-            content = Content.OLD if done and action == "save" else Content.NOTHING
             # the engine defers nothing here: the slot is idle, so an unfinished action ends by itself
             self._runtime.finish(pending.lease, clean=True, content=content)
-        await exchange.respond(response[0], _JSON, response[1])
 
 
 _JSON: Headers = [(b"Content-Type", b"application/json; charset=utf-8")]

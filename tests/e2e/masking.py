@@ -23,8 +23,7 @@ _MASKED = frozenset(
         "build_info",
         "id_task",
         "model_path",
-        "t_start",
-        "mtime",
+        "time_ms",
     }
 )
 _HEADERS = frozenset({"date", "connection", "keep-alive", "transfer-encoding", "content-length"})

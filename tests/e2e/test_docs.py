@@ -11,8 +11,6 @@ import pytest
 
 from e2e.harness import PATIENCE_S, Served
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
-
 DOCS = Path(__file__).parents[2] / "docs"
 
 
@@ -21,6 +19,7 @@ def shell_blocks(page: str) -> list[str]:
     return re.findall(r"^```sh\n(.*?)^```$", (DOCS / page).read_text(), re.MULTILINE | re.DOTALL)
 
 
+@pytest.mark.asyncio(loop_scope="module")
 async def test_tutorial(served: Served) -> None:
     """Every command of the tutorial runs, and the figures it explains are there."""
     blocks = shell_blocks("tutorial.md")
