@@ -187,9 +187,6 @@ class Settings(BaseSettings):
     drain_s: Seconds = 30.0
     """Seconds that running requests may finish in after SIGTERM."""
 
-    metrics: bool = True
-    """Whether ``/metrics`` carries the proxy's own series beside the engine's."""
-
     log: LogSettings = LogSettings()
     queue: QueueSettings = QueueSettings()
     engine: EngineSettings = EngineSettings()
