@@ -78,6 +78,7 @@ class FakePolykv(FakeEngine):
         cancelled: tasks that were cancelled on purpose.
         broken: routes, by path, with what they answer instead: (status, body).
         renders: how a chat body becomes text.
+        damage: what attaching gets wrong: ``reuse``, ``share`` or ``leak``.
     """
 
     def __init__(self, *, slots: int = 2, max_pools: int = 2) -> None:
@@ -95,6 +96,7 @@ class FakePolykv(FakeEngine):
         self.broken: dict[str, tuple[int, bytes]] = {}
         self.renders: Callable[[dict[str, Any]], str] = _render
         self.props |= {"total_slots": slots}
+        self.damage: str | None = None
         self._next_uid = 1
         self._next_task = 1
 
@@ -165,6 +167,7 @@ class FakePolykv(FakeEngine):
         used = sum(len(pool.tokens) for pool in self.pools.values())
         used += sum(len(slot.tokens) - slot.shared for slot in self.sequences)
         used += sum(shared for uid, shared in held.items() if uid not in uids)
+        used += self._next_uid if self.damage == "leak" else 0
         slots = [
             {
                 "id": number,
@@ -217,8 +220,7 @@ class FakePolykv(FakeEngine):
         self._begin(slot, body["tag"])
         try:
             await self.pool_gate.wait()
-            self.pools[number] = Pool(self._next_uid, body["tokens"])
-            self._next_uid += 1
+            self.pools[number] = self.holding(body["tokens"])
         finally:
             slot.running = False
         timings = {"cache_n": 0, "prompt_n": len(body["tokens"]), "prompt_ms": 1.0}
@@ -238,6 +240,11 @@ class FakePolykv(FakeEngine):
         if request.query.get("action") == "erase":
             self.sequences[int(request.match_info["slot"])] = Slot()
         return answer
+
+    def holding(self, tokens: list[int]) -> Pool:
+        """A pool of these tokens under a uid that none had before."""
+        self._next_uid += 1
+        return Pool(self._next_uid - 1, tokens)
 
     def _begin(self, slot: Slot, tag: int) -> None:
         slot.task, slot.tag, slot.running = self._next_task, tag, True
@@ -309,7 +316,10 @@ class FakePolykv(FakeEngine):
             agree += 1
         slot.shared = min(agree, int(most)) if most else agree
         slot.pool_uid = pool.uid if slot.shared else 0
-        return slot.shared
+        cached = slot.shared
+        if self.damage == "share":
+            slot.shared = slot.pool_uid = 0
+        return 0 if self.damage == "reuse" else cached
 
 
 def _refuse(status: int, message: str) -> web.Response:

@@ -1,0 +1,442 @@
+"""Claims about ``runtime``: commands become calls, and nothing is lost when somebody leaves."""
+
+import asyncio
+import contextlib
+
+import pytest
+from api.rig import CHAT, Rig, chat, until
+
+from polykv_proxy import runtime as runtime_module
+from polykv_proxy.core.plane import ControlPlane, WakeQueued
+from polykv_proxy.core.slots import Ask, Content
+from polykv_proxy.core.types import Capability, PoolState, Scope, as_tokens
+from polykv_proxy.edge.tasks import TaskSet
+from polykv_proxy.engine.state import EngineState, EngineStatus
+from polykv_proxy.errors import EngineGoneError, SaturatedError, UnavailableError
+from polykv_proxy.runtime import Runtime
+
+TOKENS = as_tokens(range(1, 41))
+SCOPE = Scope("")
+
+
+@pytest.fixture
+async def proxies():
+    """Starts proxies; the last line of each test's story is that none of them had a bug."""
+    async with contextlib.AsyncExitStack() as stack:
+        rigs = []
+
+        async def start(**options):
+            rigs.append(await stack.enter_async_context(Rig(**options)))
+            return rigs[-1]
+
+        yield start
+        for rig in rigs:
+            assert not rig.problems
+            assert not rig.engine.overlaps
+
+
+@pytest.fixture
+async def rig(proxies):
+    """A proxy with two slots and two pools."""
+    return await proxies()
+
+
+def take_all(rig):
+    """Leases on every slot."""
+    return [rig.runtime.request(Ask(scope=SCOPE), conversation=False).lease for _ in rig.engine.sequences]
+
+
+def create(rig, tokens=TOKENS):
+    """Ask for a pool on the side."""
+    return asyncio.get_running_loop().create_task(
+        rig.runtime.create_pool(tokens, SCOPE, label=None, pin=False)
+    )
+
+
+# -- becoming ready ---------------------------------------------------------------------------------------
+
+
+async def test_pools_are_claimed_after_they_were_seen_to_work(rig):
+    """The self-test leaves nothing behind in the engine."""
+    assert rig.runtime.plane.capability is Capability.ZERO_COPY
+    assert not rig.engine.pools
+    assert [slot.tokens for slot in rig.engine.sequences] == [[], []]
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        ("reuse", "reused"),
+        ("share", "shares"),
+        ("leak", "did not come back"),
+    ],
+)
+async def test_an_engine_that_fails_the_self_test_only_relays(rig, damage, reason):
+    """Each of the three promises is looked at; requests run all the same."""
+    rig.down()
+    rig.engine.restart()
+    rig.engine.damage = damage
+    await rig.up()
+    assert rig.runtime.plane.capability is Capability.RELAY
+    assert reason in rig.runtime.plane.capability_reason
+    assert (await rig.ask(CHAT, chat("a"))).status == 200
+
+
+async def test_the_same_epoch_is_tested_once(rig):
+    """A connection that came back disturbs nobody."""
+    made = await rig.pool()
+    orders = len([request for request in rig.engine.requests if "/pools/" in request.path])
+    rig.down()
+    await rig.up()
+    assert len([request for request in rig.engine.requests if "/pools/" in request.path]) == orders
+    assert rig.runtime.plane.find_pool(made["pool_id"], SCOPE).resident
+
+
+@pytest.mark.parametrize("busy", [False, True])
+async def test_pools_of_an_earlier_proxy_are_released(rig, busy):
+    """Nobody knows their ids, and their numbers would be taken for ever; also where others are at work."""
+    await rig.pool()
+    rig.down()
+    rig.engine.epoch = "another proxy's"
+    rig.engine.sequences[1].running = busy
+    await rig.up()
+    assert not rig.engine.pools
+    assert rig.runtime.plane.capability is Capability.ZERO_COPY
+    rig.engine.sequences[1].running = False
+    assert (await rig.pool())["created"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/props", b"nonsense"),
+        ("/polykv/engine", b'{"version":1}'),
+        ("/polykv/engine", b'{"version":99}'),
+        ("/v1/models", b"[]"),
+        ("/polykv/engine/counters", b"{}"),
+    ],
+)
+async def test_an_engine_that_is_not_understood_is_asked_again(rig, monkeypatch, path, body):
+    """Whatever it says; as soon as it makes sense, requests go in."""
+    monkeypatch.setattr(runtime_module, "RETRY_READY_S", 0.005)
+    rig.down()
+    rig.engine.restart()
+    rig.engine.broken[path] = (200, body)
+    rig.runtime.on_engine_status(EngineStatus(state=EngineState.READY))
+    await until(lambda: len(rig.engine.of(path)) > 3)
+    assert not rig.runtime.plane.serving
+    del rig.engine.broken[path]
+    await until(lambda: rig.runtime.plane.serving)
+
+
+async def test_models_without_details_are_fine(rig):
+    """``meta`` may be null."""
+    rig.engine.broken["/v1/models"] = (200, b'{"data":[{"meta":null}]}')
+    rig.down()
+    await rig.up()
+    assert rig.runtime.plane.serving
+
+
+async def test_an_engine_that_goes_while_it_is_looked_at_is_not_served(rig):
+    """The look is broken off; the next report decides."""
+    rig.down()
+    rig.runtime.on_engine_status(EngineStatus(state=EngineState.READY))
+    rig.runtime.on_engine_status(EngineStatus(state=EngineState.READY))
+    rig.down()
+    await asyncio.sleep(0.05)
+    assert not rig.runtime.serving.is_set()
+
+
+# -- waiting ----------------------------------------------------------------------------------------------
+
+
+async def test_a_lease_wakes_its_waiter(rig):
+    """And a second look gives it again."""
+    one, _ = take_all(rig)
+    pending = rig.runtime.request(Ask(scope=SCOPE))
+    assert await pending.wait(0.0) is None
+    rig.runtime.finish(one, clean=True, content=Content.NEW)
+    lease = await pending.wait(5.0)
+    assert lease.slots == one.slots
+    assert await pending.wait(0.0) is lease
+    pending.give_up()  # it has its lease: nothing to leave
+    assert not lease.ended
+
+
+async def test_who_leaves_in_the_moment_of_being_woken_passes_the_slot_on(rig):
+    """Woken but cancelled before it could run: the next in line has the slot."""
+    one, _ = take_all(rig)
+    leaver, next_one = rig.runtime.request(Ask(scope=SCOPE)), rig.runtime.request(Ask(scope=SCOPE))
+    task = asyncio.get_running_loop().create_task(leaver.wait(10.0))
+    await asyncio.sleep(0)
+    rig.runtime.finish(one, clean=True, content=Content.NEW)
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+    leaver.give_up()
+    assert (await next_one.wait(5.0)).slots == one.slots
+
+
+async def test_a_wake_that_comes_with_the_timeout_is_not_lost(rig):
+    """Whichever is seen first, the lease is there for the next look."""
+    one, _ = take_all(rig)
+    pending = rig.runtime.request(Ask(scope=SCOPE))
+    loop = asyncio.get_running_loop()
+    loop.call_later(0.01, lambda: rig.runtime.finish(one, clean=True, content=Content.NEW))
+    first = await pending.wait(0.01)
+    assert (first or await pending.wait(5.0)).slots == one.slots
+
+
+async def test_a_ticket_without_a_waiter_gives_its_lease_back(rig):
+    """A wake-up for nobody frees the slot."""
+    one, two = take_all(rig)
+    pending = rig.runtime.request(Ask(scope=SCOPE))
+    rig.runtime._waiters.clear()
+    rig.runtime.finish(one, clean=True, content=Content.NEW)
+    assert rig.idle == 1
+    assert pending.lease is None
+    rig.runtime._perform([WakeQueued(pending._ticket)])  # nothing more happens
+    rig.runtime.finish(two, clean=True, content=Content.NEW)
+    assert rig.idle == 2
+
+
+async def test_one_too_many_is_told_when_to_come_again(proxies):
+    """An exception with a Retry-After."""
+    rig = await proxies(queue={"max_depth": 0})
+    take_all(rig)
+    with pytest.raises(SaturatedError) as caught:
+        rig.runtime.request(Ask(scope=SCOPE))
+    assert (caught.value.code, caught.value.retry_after_s) == ("queue_full", 2)
+
+
+# -- what a client left running ---------------------------------------------------------------------------
+
+
+async def test_a_request_that_never_began_frees_its_slot_after_a_grace(rig, monkeypatch):
+    """The engine may still start it, but not after it had time to notice the closed connection."""
+    monkeypatch.setattr(runtime_module, "LAUNCH_GRACE_S", 0.05)
+    one, _ = take_all(rig)
+    rig.runtime.finish(one, clean=False, content=Content.NEW)
+    assert rig.idle == 0
+    await until(lambda: rig.idle == 1)
+
+
+async def test_a_resumable_stream_is_not_stopped(rig):
+    """Its slot is taken until the engine is done with it."""
+    one, _ = take_all(rig)
+    slot = rig.engine.sequences[one.slots[0]]
+    slot.running, slot.tag = True, one.lease_id
+    rig.runtime.finish(one, clean=False, content=Content.NEW, stop=False)
+    polls = len(rig.engine.of("/polykv/engine/counters"))
+    await until(lambda: len(rig.engine.of("/polykv/engine/counters")) > polls + 2)
+    assert (rig.engine.cancelled, rig.idle) == ([], 0)
+    slot.running = False
+    await until(lambda: rig.idle == 1)
+
+
+async def test_polling_outlives_bad_answers(rig, monkeypatch):
+    """A counters document that makes no sense is looked at again."""
+    monkeypatch.setattr(runtime_module, "LAUNCH_GRACE_S", 0.02)
+    one, _ = take_all(rig)
+    rig.engine.broken["/polykv/engine/counters"] = (200, b"nonsense")
+    rig.runtime.finish(one, clean=False, content=Content.NEW)
+    polls = len(rig.engine.of("/polykv/engine/counters"))
+    await until(lambda: len(rig.engine.of("/polykv/engine/counters")) > polls + 2)
+    assert rig.idle == 0
+    rig.engine.broken.clear()
+    await until(lambda: rig.idle == 1)
+
+
+async def test_an_engine_that_went_down_has_nothing_running(rig):
+    """Nobody waits for it to be idle."""
+    one, _ = take_all(rig)
+    slot = rig.engine.sequences[one.slots[0]]
+    slot.running, slot.tag = True, one.lease_id
+    rig.runtime.finish(one, clean=False, content=Content.NEW, stop=False)
+    rig.down()
+    await until(lambda: rig.idle == 1)
+
+
+async def test_a_stock_engine_that_hides_its_slots_gets_the_slot_back_in_the_end(proxies, monkeypatch):
+    """``/slots`` may be switched off: then time has to do."""
+    monkeypatch.setattr(runtime_module, "LAUNCH_GRACE_S", 0.05)
+    rig = await proxies(max_pools=0)
+    rig.engine.broken["/slots"] = (501, b'{"error":{"message":"off"}}')
+    one, _ = take_all(rig)
+    rig.runtime.finish(one, clean=False, content=Content.NEW)
+    await until(lambda: rig.idle == 1)
+
+
+# -- samples ----------------------------------------------------------------------------------------------
+
+
+async def test_one_reading_serves_all_who_ask(rig):
+    """However many ask at once; a fresh one serves again."""
+    before = len(rig.engine.of("/polykv/engine/counters"))
+    samples = await asyncio.gather(*(rig.runtime.sample(0.0) for _ in range(20)))
+    assert len(rig.engine.of("/polykv/engine/counters")) <= before + 2  # the sampler may look, too
+    assert len({id(sample) for sample in samples}) == 1
+    assert await rig.runtime.sample(60.0) is rig.runtime.plane.sample
+
+
+async def test_a_bad_reading_leaves_the_last_one_published(rig):
+    """Nobody hangs, and the next reading is taken again."""
+    good = await rig.runtime.sample(0.0)
+    for broken in ((500, b"?"), (200, b"nonsense"), (200, b'{"epoch":1}')):
+        rig.engine.broken["/polykv/engine/counters"] = broken
+        assert (await rig.runtime.sample(0.0)).epoch == good.epoch
+    rig.engine.broken.clear()
+    assert (await rig.runtime.sample(0.0)).taken_at > good.taken_at
+
+
+async def test_a_failure_of_ours_while_sampling_reaches_those_who_wait(rig, monkeypatch):
+    """They get what was known before; the failure is reported, and the next reading is taken."""
+    known = await rig.runtime.sample(0.0)
+
+    def fail(_sample):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(rig.runtime.plane, "on_sample", fail)
+    assert (await rig.runtime.sample(0.0)).epoch == known.epoch
+    monkeypatch.undo()
+    assert (await rig.runtime.sample(0.0)).taken_at > known.taken_at
+    await until(lambda: rig.problems)
+    assert isinstance(rig.problems.pop()["exception"], ZeroDivisionError)
+    rig.problems.clear()
+
+
+async def test_an_engine_without_counters_has_no_samples(proxies):
+    """None, without a call."""
+    rig = await proxies(max_pools=0)
+    assert await rig.runtime.sample(0.0) is None
+    assert not rig.engine.of("/polykv/engine/counters")
+
+
+# -- pools ------------------------------------------------------------------------------------------------
+
+
+async def test_a_pool_that_waited_across_a_restart_is_not_computed(rig):
+    """Its number belongs to nobody in the new engine: an error, and the next attempt works."""
+    take_all(rig)
+    task = create(rig)
+    await until(lambda: rig.waiting == 1)
+    rig.down()
+    rig.engine.restart()
+    await rig.up()
+    with pytest.raises(EngineGoneError):
+        await task
+    assert not rig.engine.pools
+    assert next(iter(rig.runtime.plane.tree)).state is PoolState.LOST
+    pool, created, _ = await create(rig)
+    assert (pool.resident, created) == (True, True)
+    await rig.quiet()
+
+
+async def test_who_joins_a_pool_that_is_being_given_up_is_told_to_come_again(rig):
+    """503, and not the other client's cancellation."""
+    rig.engine.pool_gate.clear()
+    first = create(rig)
+    await until(lambda: rig.engine.running == 1)
+    first.cancel()
+    second = create(rig)  # runs when the first has left and its computation is about to be cancelled
+    with pytest.raises(UnavailableError) as caught:
+        await second
+    assert caught.value.code == "pool_given_up"
+    await rig.quiet()
+
+
+async def test_a_pool_that_was_computed_after_all_is_released(rig):
+    """Given up too late: the engine has it, nobody knows it, and its number must not be lost."""
+    rig.engine.pool_gate.clear()
+    task = create(rig)
+    await until(lambda: rig.engine.running == 1)
+    rig.engine.pools[0] = rig.engine.holding(list(TOKENS))  # in this very moment
+    task.cancel()
+    await rig.quiet()
+    await until(lambda: rig.runtime.plane.tree.sequences_used == 0)
+    assert not rig.engine.pools
+    rig.engine.pool_gate.set()
+    assert (await create(rig))[0].number == 0
+
+
+async def test_an_answer_that_is_lost_is_treated_alike(rig):
+    """The connection broke, but the engine may have the pool."""
+    rig.engine.broken["/polykv/engine/pools/0"] = (200, b"nonsense")
+    with pytest.raises(UnavailableError):
+        await create(rig)
+    assert rig.runtime.plane.tree.sequences_used == 1
+    assert rig.idle == 1
+    rig.engine.broken.clear()
+    rig.engine.pools[0] = rig.engine.holding(list(TOKENS))
+    await until(lambda: rig.runtime.plane.tree.sequences_used == 0)
+    assert not rig.engine.pools
+    await rig.quiet()
+
+
+async def test_a_refused_pool_frees_its_slot_at_once(rig):
+    """The engine answered: it is done, whatever the status."""
+    for status in (400, 500, 503):
+        rig.engine.broken["/polykv/engine/pools/0"] = (status, b'{"error":{"message":"no"}}')
+        with contextlib.suppress(Exception):
+            await create(rig)
+        assert rig.idle == 2
+        assert rig.runtime.plane.tree.sequences_used == 0
+
+
+async def test_a_full_queue_refuses_pools_too(proxies):
+    """The refusal reaches who asked."""
+    rig = await proxies(queue={"max_depth": 0})
+    take_all(rig)
+    with pytest.raises(SaturatedError):
+        await create(rig)
+    assert len(rig.runtime.plane.tree) == 0
+
+
+async def test_a_release_goes_on_when_its_client_leaves(rig):
+    """Every number of the subtree comes back, and the engine holds none of it."""
+    pool, _, _ = await create(rig)
+    other, _, _ = await create(rig, as_tokens(range(50, 90)))
+    pool.children.append(other)
+    other.parent = pool
+    task = asyncio.get_running_loop().create_task(rig.runtime.release_pool(pool, recursive=True))
+    await asyncio.sleep(0)
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+    await until(lambda: rig.runtime.plane.tree.sequences_used == 0)
+    assert not rig.engine.pools
+
+
+async def test_a_release_that_fails_gives_the_number_back(rig):
+    """The id is gone in any case; what the engine says goes to the log."""
+    pool, _, _ = await create(rig)
+    rig.engine.broken["/polykv/engine/pools/0"] = (500, b"?")
+    gone, freed = await rig.runtime.release_pool(pool, recursive=False)
+    assert (gone, freed) == ([pool], 0)
+    assert rig.runtime.plane.tree.sequences_used == 0
+
+
+async def test_a_release_does_not_touch_another_engine(rig):
+    """The numbers of the old one may be somebody's in the new one."""
+    pool, _, _ = await create(rig)
+    await rig.runtime._give_back(pool, "an older epoch")
+    assert rig.engine.pools
+    assert pool.resident
+
+
+async def test_a_lost_pool_is_released_without_a_call(rig):
+    """It holds nothing."""
+    pool, _, _ = await create(rig)
+    rig.down()
+    rig.engine.restart()
+    await rig.up()
+    assert await rig.runtime.release_pool(pool, recursive=False) == ([pool], 0)
+
+
+# -- time -------------------------------------------------------------------------------------------------
+
+
+async def test_wall_time_is_epoch_seconds():
+    """A float that a client can read as a date."""
+    runtime = Runtime(ControlPlane(max_waiting=1), None, TaskSet())
+    assert runtime.now_ts() > 1_700_000_000
