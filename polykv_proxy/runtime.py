@@ -144,6 +144,14 @@ class Runtime:
             self.plane.on_engine_down()
             self.serving.clear()
 
+    def _meet_again(self) -> None:
+        """Another engine answers, and nobody noticed the change: it was restarted between two looks."""
+        if self._ready_task is None or self._ready_task.done():
+            log.warning("engine_changed_unnoticed")
+            self.plane.on_engine_down()
+            self.serving.clear()
+            self._ready_task = self._spawn(self._become_ready())
+
     async def _become_ready(self) -> None:
         """Find out what the engine can do, then let requests in; tried again while it stays up."""
         while True:
@@ -311,6 +319,8 @@ class Runtime:
             sample = await self.client.counters()
             self.plane.on_sample(sample)
             result.set_result(sample)
+            if sample.epoch != self._epoch:
+                self._meet_again()
         except PolyKVError as error:
             result.set_exception(error)
             result.exception()  # nobody may be waiting any more

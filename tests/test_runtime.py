@@ -147,6 +147,19 @@ async def test_an_engine_that_goes_while_it_is_looked_at_is_not_served(rig):
     assert not rig.runtime.serving.is_set()
 
 
+async def test_a_restart_that_nobody_reported_is_noticed(rig):
+    """An engine that came back between two looks has another epoch: it is met anew."""
+    made = await rig.pool()
+    one, _ = take_all(rig)
+    rig.engine.restart()
+    await rig.runtime.sample(0.0)
+    await until(lambda: rig.runtime.plane.facts.epoch == rig.engine.epoch)
+    await until(rig.runtime.serving.is_set)
+    assert one.ended
+    assert rig.idle == 2
+    assert rig.runtime.plane.find_pool(made["pool_id"], SCOPE).state is PoolState.LOST
+
+
 # -- waiting ----------------------------------------------------------------------------------------------
 
 
