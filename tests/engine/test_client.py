@@ -1,0 +1,242 @@
+"""Claims about ``engine.client``: every call is bounded, and every failure has a name of ours."""
+
+import asyncio
+import json
+
+import pytest
+from aiohttp import web
+
+from polykv_proxy.core.types import PoolNumber, SlotId, as_tokens
+from polykv_proxy.engine import client as client_module
+from polykv_proxy.engine.address import EngineAddress
+from polykv_proxy.engine.client import EngineClient
+from polykv_proxy.errors import BadRequestError, EngineGoneError, NotFoundError, UnavailableError
+
+
+class Engine:
+    """Answers every request with ``status`` and ``body``; ``silent`` does not answer at all."""
+
+    def __init__(self):
+        self.status = 200
+        self.body = b"{}"
+        self.silent = False
+        self.dies = False
+        self.seen = []
+        self.left = asyncio.Event()
+
+    async def handle(self, request):
+        """Record the request, then do as told."""
+        self.seen.append((request.method, str(request.rel_url), request.headers, await request.read()))
+        if self.dies:
+            request.transport.abort()
+        if self.silent:
+            try:
+                await asyncio.sleep(3600.0)
+            finally:
+                self.left.set()
+        return web.Response(status=self.status, body=self.body)
+
+
+@pytest.fixture
+async def engine():
+    """What is at the other end."""
+    return Engine()
+
+
+@pytest.fixture
+async def client(engine, tmp_path):
+    """A client of it, over a Unix socket."""
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", engine.handle)
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+    await runner.setup()
+    path = tmp_path / "s"
+    await web.UnixSite(runner, str(path)).start()
+    async with EngineClient(EngineAddress.of_socket(path), "key") as client:
+        yield client
+    await runner.cleanup()
+
+
+# -- failures ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "code"),
+    [
+        (400, BadRequestError, "engine_refused"),
+        (422, BadRequestError, "engine_refused"),
+        (404, NotFoundError, "not_found"),
+        (401, UnavailableError, "engine_auth"),
+        (403, UnavailableError, "engine_auth"),
+        (503, UnavailableError, "engine_refused"),
+        (500, UnavailableError, "engine_failed"),
+        (302, UnavailableError, "engine_failed"),
+    ],
+)
+async def test_every_status_has_its_error(engine, client, status, kind, code):
+    """With the engine's sentence in it."""
+    engine.status, engine.body = status, b'{"error":{"message":"because"}}'
+    with pytest.raises(kind, match="because") as caught:
+        await client.get("/x")
+    assert caught.value.code == code
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"nonsense", b"[]", b"null", b'{"tokens":[99999999999]}', b'{"n_cells_freed":"x"}']
+)
+async def test_an_answer_that_makes_no_sense_is_an_unavailable_engine(engine, client, body):
+    """On every call that reads one; no other exception escapes."""
+    engine.body = body
+    calls = [
+        client.counters(),
+        client.tokenize("x"),
+        client.count_tokens("/c", b"{}"),
+        client.materialize(PoolNumber(0), as_tokens([1]), SlotId(0), 1),
+        client.release(PoolNumber(0)),
+        client.describe(),
+    ]
+    for call in calls:
+        with pytest.raises(UnavailableError) as caught:
+            await call
+        assert caught.value.code == "engine_protocol"
+
+
+async def test_an_engine_that_is_not_there_is_gone(tmp_path):
+    """Nobody listens."""
+    async with EngineClient(EngineAddress.of_socket(tmp_path / "nobody"), None) as client:
+        with pytest.raises(EngineGoneError):
+            await client.get("/x")
+
+
+async def test_an_engine_that_dies_is_gone(engine, client):
+    """The connection ended without an answer."""
+    engine.dies = True
+    with pytest.raises(EngineGoneError):
+        await client.counters()
+
+
+async def test_a_silent_engine_is_not_waited_for_for_ever(engine, client):
+    """A timeout of its own code."""
+    engine.silent = True
+    with pytest.raises(UnavailableError) as caught:
+        await client.get("/x", timeout_s=0.05)
+    assert caught.value.code == "engine_timeout"
+
+
+async def test_a_tcp_engine_is_reached_by_its_url(unused_tcp_port):
+    """Nobody listens there either; the address is in use."""
+    address = EngineAddress.parse(f"http://127.0.0.1:{unused_tcp_port}")
+    async with EngineClient(address, None) as client:
+        with pytest.raises(EngineGoneError):
+            await client.busy_slots()
+
+
+async def test_leaving_without_entering_is_no_error():
+    """A client that was never opened has nothing to close."""
+    await EngineClient(EngineAddress.parse("http://127.0.0.1:1"), None).__aexit__()
+
+
+# -- calls ------------------------------------------------------------------------------------------------
+
+
+async def test_calls_carry_the_engines_key(engine, client):
+    """As a bearer token."""
+    await client.get("/x")
+    assert engine.seen[0][2]["Authorization"] == "Bearer key"
+
+
+async def test_a_pool_is_computed_as_told(engine, client):
+    """Tokens, slot and tag; there is no limit on how long it takes, but leaving stops it."""
+    engine.body = b'{"uid":7,"n_tokens":2,"timings":{"cache_n":0,"prompt_n":2,"prompt_ms":1.5}}'
+    made = await client.materialize(PoolNumber(3), as_tokens([1, 2]), SlotId(1), 9)
+    assert made.uid == 7
+    method, url, _, body = engine.seen[0]
+    assert (method, url) == ("POST", "/polykv/engine/pools/3?action=materialize")
+    assert json.loads(body) == {"tokens": [1, 2], "id_slot": 1, "tag": 9}
+    engine.silent = True
+    task = asyncio.get_running_loop().create_task(
+        client.materialize(PoolNumber(3), as_tokens([1]), SlotId(1), 9)
+    )
+    while len(engine.seen) < 2:
+        await asyncio.sleep(0.001)
+    task.cancel()
+    async with asyncio.timeout(20.0):
+        await engine.left.wait()
+
+
+async def test_releasing_what_is_gone_frees_nothing(engine, client):
+    """It is no error."""
+    engine.body = b'{"id_pool":0,"n_cells_freed":5}'
+    assert await client.release(PoolNumber(0)) == 5
+    engine.status = 404
+    assert await client.release(PoolNumber(0)) == 0
+
+
+async def test_tasks_are_cancelled_by_slot_and_number(engine, client):
+    """Both, so that another task in that slot is left alone."""
+    await client.cancel(SlotId(2), 55)
+    assert engine.seen[0][1] == "/polykv/engine/slots/2?action=cancel&id_task=55"
+
+
+async def test_prompts_are_tokenized_as_a_completion_sees_them(engine, client):
+    """With special tokens, both added and parsed; a body to count goes as it is."""
+    engine.body = b'{"tokens":[1,2]}'
+    assert list(await client.tokenize("x")) == [1, 2]
+    assert json.loads(engine.seen[0][3]) == {"content": "x", "add_special": True, "parse_special": True}
+    assert list(await client.count_tokens("/v1/x", b'{"raw" : 1}')) == [1, 2]
+    assert engine.seen[1][1::2] == ("/v1/x?tokens=1", b'{"raw" : 1}')
+
+
+async def test_a_slot_action_passes_as_it_is(engine, client):
+    """Status and body are the engine's, also where it refuses."""
+    engine.status, engine.body = 400, b"no"
+    assert await client.slot_action(SlotId(1), "action=save", b"{}") == (400, b"no")
+    assert engine.seen[0][1] == "/slots/1?action=save"
+
+
+async def test_a_completion_for_a_test_is_one_token(engine, client):
+    """Its headers are the test's, and a refusal is an error."""
+    engine.body = b'{"timings":{"cache_n":3}}'
+    answer = await client.complete(as_tokens([1, 2]), {"X-PolyKV-Slot": "0"})
+    assert answer["timings"]["cache_n"] == 3
+    assert json.loads(engine.seen[0][3])["n_predict"] == 1
+    assert engine.seen[0][2]["X-PolyKV-Slot"] == "0"
+    engine.status = 500
+    with pytest.raises(UnavailableError):
+        await client.complete(as_tokens([1]), {})
+
+
+async def test_slots_of_any_engine_are_counted(engine, client):
+    """Those at work."""
+    engine.body = b'[{"is_processing":true},{"is_processing":false}]'
+    assert await client.busy_slots() == 1
+
+
+async def test_an_engine_is_described_by_all_that_changes_kv(engine, client, monkeypatch):
+    """Patched or not, with a template and a model in its identity."""
+    info = {"version": 1, "epoch": "e", "build_info": "b", "n_slots": 1, "max_pools": 2, "n_cells": 3}
+    info |= {"n_ctx_slot": 4, "bytes_per_cell": 5, "type_k": "f16", "type_v": "q8_0"}
+    answers = {
+        "/props": {"model_path": "m", "chat_template": "t", "total_slots": 6},
+        "/polykv/engine": info,
+        "/v1/models": {"data": [{"meta": {"n_vocab": 7}}]},
+    }
+
+    async def get(path):
+        if answers[path] is None:
+            raise NotFoundError(path)
+        return json.dumps(answers[path]).encode()
+
+    monkeypatch.setattr(client, "get", get)
+    facts, patched, identity = await client.describe()
+    assert (facts.slots, facts.max_pools, patched) == (1, 2, True)
+    assert (identity["type_v"], identity["n_vocab"], identity["model_path"]) == ("q8_0", "7", "m")
+    answers["/polykv/engine"] = None
+    facts, patched, identity = await client.describe()
+    assert (facts.slots, facts.max_pools, patched) == (6, 0, False)
+    assert "type_k" not in identity
+
+
+def test_reads_are_bounded():
+    """A call that costs the engine nothing may not take long."""
+    assert 0 < client_module.CONTROL_TIMEOUT_S < client_module.TOKENIZE_TIMEOUT_S

@@ -1,0 +1,132 @@
+"""Claims about ``engine.wire``: recorded replies of a patched llama-server, tag b11434, as core values."""
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from polykv_proxy.core.types import PoolSample, SlotState
+from polykv_proxy.engine import wire
+from polykv_proxy.errors import UnavailableError
+
+RECORDED = Path(__file__).parents[1] / "data" / "b11434"
+
+
+def reply(name):
+    """The body of a recorded reply."""
+    return json.loads((RECORDED / f"{name}.json").read_text())["body"].encode()
+
+
+def test_info_gives_facts_and_what_changes_kv():
+    """Units as in the names; the cache types are part of a model's identity."""
+    facts, identity = wire.read_info(reply("info"))
+    assert (facts.slots, facts.max_pools, facts.cells, facts.ctx_tokens) == (2, 4, 2048, 2048)
+    assert (facts.bytes_per_cell, facts.build) == (23040, "b4-26665ee")
+    assert facts.epoch
+    assert identity == {"type_k": "f16", "type_v": "f16"}
+
+
+def test_another_protocol_is_refused():
+    """With both versions in the message."""
+    document = json.loads(reply("info")) | {"version": 2}
+    with pytest.raises(UnavailableError, match="protocol 2, this proxy 1") as caught:
+        wire.read_info(json.dumps(document).encode())
+    assert caught.value.code == "engine_protocol"
+
+
+def test_counters_of_an_idle_engine():
+    """Slots that never ran hold nothing."""
+    sample = wire.read_counters(reply("counters_idle"), 12.5)
+    assert (sample.taken_at, sample.cells_used, sample.cells_total, sample.deferred) == (12.5, 0, 2048, 0)
+    assert not sample.busy
+    assert sample.pools == ()
+    assert [(slot.slot, slot.task, slot.tag) for slot in sample.slots] == [(0, -1, 0), (1, -1, 0)]
+
+
+def test_counters_show_what_is_shared():
+    """A pool of 40 tokens, and a slot that rides on it."""
+    sample = wire.read_counters(reply("counters_attached"), 0.0)
+    assert sample.pools == (PoolSample(0, 1, 40),)
+    slot = sample.slots[1]
+    assert (slot.tokens, slot.shared_tokens, slot.pool_uid, slot.tag) == (44, 40, 1, 6)
+    assert (slot.gen_total, slot.prompt_total, slot.cached_total) == (2, 3, 40)
+    assert (slot.state, slot.ctx_tokens) == (SlotState.IDLE, 2048)
+    assert sample.cells_used == 44
+
+
+def test_a_state_that_is_not_known_is_not_guessed():
+    """The document is refused as a whole."""
+    with pytest.raises(msgspec.ValidationError):
+        wire.read_counters(reply("counters_idle").replace(b'"idle"', b'"dreaming"'), 0.0)
+
+
+def test_props_of_a_stock_engine_give_an_upper_bound():
+    """One window a slot; no pools, no epoch."""
+    facts, identity = wire.read_props(reply("props"))
+    assert (facts.slots, facts.max_pools, facts.ctx_tokens, facts.cells) == (2, 0, 2048, 4096)
+    assert (facts.epoch, facts.bytes_per_cell, identity) == ("", 0, {})
+    assert wire.read_props(b"{}")[0].cells == 0
+
+
+def test_the_template_is_part_of_the_identity():
+    """So is the file."""
+    identity = wire.read_template_identity(reply("props"))
+    assert identity["model_path"] == "SmolLM2-135M-Instruct.Q4_1.gguf"
+    assert "im_start" in identity["chat_template"]
+
+
+def test_models_are_told_apart_by_their_numbers():
+    """Missing details are missing, not an error."""
+    identity = wire.read_model_identity(reply("models"))
+    assert (identity["n_params"], identity["ftype"]) == ("134515008", "Q4_1")
+    for body in (b'{"data":[]}', b"{}", b'{"data":[{}]}', b'{"data":[{"meta":null}]}'):
+        assert set(wire.read_model_identity(body).values()) == {"None"}
+
+
+@pytest.mark.parametrize(
+    ("name", "count"), [("tokenize", 4), ("count_chat", 22), ("count_responses", 33), ("count_messages", 22)]
+)
+def test_tokens_come_from_tokenizing_and_counting(name, count):
+    """The same form from every route."""
+    tokens = wire.read_tokens(reply(name))
+    assert (len(tokens), tokens.typecode) == (count, "i")
+
+
+def test_a_count_without_ids_is_an_engine_without_the_patch():
+    """It is refused, not taken for an empty prompt."""
+    with pytest.raises(msgspec.ValidationError):
+        wire.read_tokens(b'{"input_tokens":22}')
+
+
+def test_a_pool_tells_what_it_took():
+    """And its release what came back: nothing, while a slot holds its cells."""
+    made = wire.read_materialized(reply("materialize"))
+    assert (made.uid, made.n_tokens, made.timings.prompt_n, made.timings.cache_n) == (1, 40, 40, 0)
+    assert made.timings.prompt_ms > 0
+    assert wire.read_freed(reply("release")) == 0
+
+
+def test_busy_slots_are_counted():
+    """On any engine."""
+    assert wire.read_busy_slots(reply("slots")) == 0
+    assert (
+        wire.read_busy_slots(reply("slots").replace(b'"is_processing":false', b'"is_processing":true', 1))
+        == 1
+    )
+    assert wire.read_busy_slots(b'[{"is_processing":true},{}]') == 1
+
+
+def test_the_engines_own_sentence_is_kept():
+    """Where there is none, the status has to do."""
+    assert wire.read_error(reply("materialize_taken"), 400) == "pool 0 is taken"
+    assert wire.read_error(reply("count_refused"), 400) == "Expected 'messages' to be an array"
+    for body in (b"", b"<html>", b'{"error":"text"}', b'{"error":{}}'):
+        assert wire.read_error(body, 502) == "the engine answered with status 502"
+
+
+def test_any_object_can_be_read():
+    """But nothing else."""
+    assert wire.read_object(reply("completion_attached"))["timings"]["cache_n"] == 40
+    with pytest.raises(msgspec.ValidationError):
+        wire.read_object(b"[]")

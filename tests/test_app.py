@@ -1,0 +1,85 @@
+"""Claims about ``app``: the parts are joined, start in order and stop in order."""
+
+import asyncio
+import signal
+
+import aiohttp
+import pytest
+from api.rig import CHAT, chat, until
+from fake_polykv import FakePolykv
+
+from polykv_proxy import app
+from polykv_proxy.app import Proxy
+from polykv_proxy.config import Settings
+from polykv_proxy.errors import ConfigError
+
+
+@pytest.fixture
+async def engine():
+    """A patched engine that somebody else runs."""
+    async with FakePolykv() as engine:
+        yield engine
+
+
+def settings(engine, **more):
+    """Settings that attach to it."""
+    return Settings(listen="127.0.0.1:0", drain_s=5.0, engine={"url": engine.address, **more})
+
+
+async def test_a_request_finds_its_way(engine):
+    """It may come before the engine is known: the proxy listens first and holds it."""
+    async with Proxy(settings(engine)) as proxy, aiohttp.ClientSession() as session:
+        async with session.post(f"http://{proxy.address}{CHAT}", json=chat("hi")) as answer:
+            assert answer.status == 200
+            assert answer.headers["x-session-id"] == "auto-1"
+        async with session.get(f"http://{proxy.address}/polykv/pools") as answer:
+            assert (await answer.json())["pools"] == []
+
+
+async def test_the_engines_key_guards_the_control_routes(engine):
+    """Who protected the engine has protected them, unless an admin key says otherwise."""
+    async with Proxy(settings(engine, api_key="k")) as proxy, aiohttp.ClientSession() as session:
+        async with session.get(f"http://{proxy.address}/polykv/sessions") as answer:
+            assert answer.status == 401
+        key = {"Authorization": "Bearer k"}
+        async with session.get(f"http://{proxy.address}/polykv/sessions", headers=key) as answer:
+            assert answer.status == 200
+
+
+async def test_stopping_lets_running_requests_finish(engine):
+    """Their answers are complete when the proxy is gone."""
+    engine.gate.clear()
+    async with aiohttp.ClientSession() as session:
+        async with Proxy(settings(engine)) as proxy:
+            url = f"http://{proxy.address}{CHAT}"
+            running = asyncio.get_running_loop().create_task(session.post(url, json=chat("hi")))
+            await until(lambda: engine.running)
+            asyncio.get_running_loop().call_later(0.05, engine.gate.set)
+        answer = await running
+        assert answer.status == 200
+        assert (await answer.json())["object"] == "chat.completion"
+
+
+async def test_an_address_in_use_is_a_configuration_error(engine):
+    """Named, before anything else runs on; what was started is stopped again."""
+    async with Proxy(settings(engine)) as proxy:
+        taken = settings(engine).model_copy(update={"listen": proxy.address})
+        with pytest.raises(ConfigError, match="listen: cannot serve on"):
+            await Proxy(taken).__aenter__()
+
+
+async def test_a_signal_ends_serving(engine, monkeypatch):
+    """SIGTERM stops in order; the exit status is 0."""
+    started = asyncio.Event()
+    listen = Proxy._listen
+
+    async def listening(self, edge):
+        await listen(self, edge)
+        started.set()
+
+    monkeypatch.setattr(Proxy, "_listen", listening)
+    task = asyncio.get_running_loop().create_task(app._serve(settings(engine)))
+    await started.wait()
+    signal.raise_signal(signal.SIGTERM)
+    async with asyncio.timeout(20.0):
+        assert await task == 0
