@@ -91,7 +91,7 @@ class Asked:
     include_usage: bool = False
     completions: int = 1
     many_prompts: bool = False
-    """A list of prompts: the engine runs each in a slot of its own choice."""
+    """Several prompts: the engine runs each in a slot of its own choice."""
     ignored_slot: bool = False
     """The client chose a slot; slots are the proxy's."""
     metadata: bytes | None = None
@@ -133,7 +133,7 @@ def read(body: bytes, family: Family, headers: dict[str, str]) -> Asked:
         include_usage=b"include_usage" in _bytes(parsed.stream_options)
         and _object(parsed.stream_options).get("include_usage") is True,
         completions=completions,
-        many_prompts=_is_list_of_prompts(parsed.prompt),
+        many_prompts=not structured and _is_list_of_prompts(parsed.prompt),
         ignored_slot=_bytes(parsed.id_slot) not in (b"", b"null", b"-1"),
         metadata=_bytes(parsed.metadata) or None,
         prompt=_bytes(parsed.prompt) or None,
@@ -143,11 +143,13 @@ def read(body: bytes, family: Family, headers: dict[str, str]) -> Asked:
 
 
 def prompt_tokens(raw: bytes) -> Tokens | str | None:
-    """A plain completion's prompt: its ids, its text, or None for the mixed and multimodal forms."""
+    """A plain completion's one prompt: its ids, its text, or None for the mixed and multimodal forms."""
     try:
         prompt = msgspec.json.decode(raw)
     except msgspec.DecodeError:
         return None
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+        prompt = prompt[0]  # a list of one
     if isinstance(prompt, str):
         return prompt
     if isinstance(prompt, list) and prompt and all(type(item) is int for item in prompt):
@@ -227,8 +229,8 @@ def _is_list_of_prompts(raw: _Raw) -> bool:
         items = msgspec.json.decode(text, type=list[msgspec.Raw])
     except msgspec.DecodeError:
         return False
-    # a list that mixes text and ids is one prompt; a list of texts, of lists or of objects is many
-    return bool(items) and all(bytes(item)[:1] in (b'"', b"[", b"{") for item in items)
+    # a list that mixes text and ids is one prompt; a list of texts, of lists or of objects is as many
+    return len(items) > 1 and all(bytes(item)[:1] in (b'"', b"[", b"{") for item in items)
 
 
 def _items(raw: _Raw) -> list[bytes]:

@@ -205,6 +205,8 @@ def test_completions_are_counted(body, completions):
     [
         ("a", False),
         ([1, 2], False),
+        (["a"], False),
+        ([[1, 2]], False),
         (["a", "b"], True),
         ([[1], [2]], True),
         ([1, "a"], False),
@@ -213,8 +215,9 @@ def test_completions_are_counted(body, completions):
     ],
 )
 def test_a_list_of_prompts_is_told_from_one_prompt(prompt, many):
-    """Ids, or ids mixed with text, are one prompt."""
+    """Ids, ids mixed with text, and a list of one are one prompt; in a chat nobody looks at it."""
     assert asked({"prompt": prompt}, TEXT).many_prompts is many
+    assert asked({"prompt": prompt}, CHAT).many_prompts is False
 
 
 def test_a_list_that_does_not_decode_is_no_list_of_prompts():
@@ -236,7 +239,10 @@ def test_a_chosen_slot_is_noticed(value, ignored):
         ([1, 2], as_tokens([1, 2])),
         ([1, 1 << 40], None),
         ([True], None),
-        (["a"], None),
+        (["a"], "a"),
+        ([[1, 2]], as_tokens([1, 2])),
+        ([["a"]], None),
+        (["a", "b"], None),
         ([], None),
         ({"a": 1}, None),
     ],
