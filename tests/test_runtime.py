@@ -292,6 +292,14 @@ async def test_one_reading_serves_all_who_ask(rig):
     assert await rig.runtime.sample(60.0) is rig.runtime.plane.sample
 
 
+async def test_a_reading_from_before_an_answer_is_old(rig):
+    """However fresh it is: it shows a request at work that is over."""
+    one, _ = take_all(rig)
+    before = await rig.runtime.sample(0.0)
+    rig.runtime.finish(one, clean=True, content=Content.NEW)
+    assert await rig.runtime.sample(60.0) is not before
+
+
 async def test_a_bad_reading_leaves_the_last_one_published(rig):
     """Nobody hangs, and the next reading is taken again."""
     good = await rig.runtime.sample(0.0)

@@ -7,15 +7,16 @@ from api.rig import CHAT, chat, until
 
 @pytest.mark.parametrize("path", ["/health", "/v1/health"])
 async def test_health_is_the_engines(rig, path):
-    """200 while one serves, else word by word what the engine says while it loads."""
+    """While one serves it answers itself; else the client gets word by word what one says while it loads."""
     answer = await rig.ask(path)
     assert (answer.status, answer.json) == (200, {"status": "ok"})
+    assert len(rig.engine.of(path)) == 1
     rig.down()
     answer = await rig.ask(path)
     assert answer.status == 503
     assert answer.error == {"message": "Loading model", "type": "unavailable_error", "code": 503}
     assert "Retry-After" in answer.headers
-    assert not rig.engine.of(path)
+    assert len(rig.engine.of(path)) == 1
 
 
 async def test_props_have_a_member_of_ours(rig):
@@ -48,7 +49,8 @@ async def test_props_that_are_no_object_pass(rig, broken):
 async def test_a_slot_action_forgets_the_conversation(rig):
     """After an erase the slot holds nobody's state; a save leaves it."""
     await rig.ask(CHAT, chat("a"))
-    saved = await rig.ask("/slots/0?action=save", {"filename": "f"})
+    saved = await rig.ask("/slots/0?action=save", {"filename": "f"}, X_PolyKV_Slot="1")
+    assert rig.engine.of("/slots/0")[-1].header("x-polykv-slot") is None
     assert (saved.status, saved.json["id_slot"]) == (200, 0)
     assert rig.runtime.plane.board.slots[0].session is not None
     erased = await rig.ask("/slots/0?action=erase", {})
