@@ -317,6 +317,8 @@ class ClientConnection(asyncio.Protocol):
         exchange.mark_gone()
         if self._task is not None:
             self._task.cancel()
+        if self.source is not None:
+            self.source.abort()  # not a byte more; the cancelled relay would do it a moment later
         return True
 
     # -- deadlines ---------------------------------------------------------------------------------------

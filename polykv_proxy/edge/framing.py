@@ -25,6 +25,9 @@ MAX_TRAILER_BYTES = 16 * 1024
 
 _SIZE_LINE = re.compile(rb"([0-9A-Fa-f]{1,15})(?:[ \t]*;[^\r\n\x00]*)?\r\n")
 
+COMMON_SIZES = {b"%x" % size: size for size in range(1, 4096)}
+"""Sizes of chunks by their size line, as engines write it, for the look at the most common case."""
+
 _SIZE, _DATA, _DATA_END, _TRAILER = range(4)
 
 
@@ -38,15 +41,15 @@ class Body:
     Attributes:
         done: the body is complete.
         sink: called with every piece of payload, in order; may be changed between two feeds.
-        boundary: offset, within the bytes fed last, behind the last complete framing unit.
+        payload_bytes: payload seen so far.
     """
 
-    __slots__ = ("boundary", "done", "sink")
+    __slots__ = ("done", "payload_bytes", "sink")
 
     def __init__(self) -> None:
         self.done = True
+        self.payload_bytes = 0
         self.sink: Callable[[bytes], object] | None = None
-        self.boundary = 0
 
     def feed(self, data: bytes) -> int:  # noqa: ARG002 - the interface; nothing belongs to an empty body
         """Advance over raw bytes and return how many belong to this body.
@@ -78,7 +81,7 @@ class LengthBody(Body):
             used = self.remaining
             data = data[:used]
         self.remaining -= used
-        self.boundary = used
+        self.payload_bytes += used
         self.done = self.remaining == 0
         if used and self.sink is not None:
             self.sink(data)
@@ -96,7 +99,7 @@ class UntilCloseBody(Body):
 
     def feed(self, data: bytes) -> int:
         """See ``Body.feed``."""
-        self.boundary = len(data)
+        self.payload_bytes += len(data)
         if self.sink is not None:
             self.sink(data)
         return len(data)
@@ -108,52 +111,53 @@ class UntilCloseBody(Body):
 
 
 class ChunkedBody(Body):
-    """A chunked body (RFC 9112 section 7.1), chunk by chunk where they arrive whole."""
+    """A chunked body (RFC 9112 section 7.1), chunk by chunk where they arrive whole.
 
-    __slots__ = ("_line", "_remaining", "_state", "_trailer_bytes")
+    Attributes:
+        between_chunks: the next byte starts a chunk; only here may another chunk be put in, or be taken
+            note of by someone else (who then adds to ``payload_bytes``).
+    """
+
+    __slots__ = ("_line", "_remaining", "_state", "_trailer_bytes", "between_chunks")
 
     def __init__(self) -> None:
         super().__init__()
         self.done = False
+        self.between_chunks = True
         self._state = _SIZE
         self._remaining = 0
         self._line = b""
         self._trailer_bytes = 0
 
-    @property
-    def between_chunks(self) -> bool:
-        """Whether the next byte starts a chunk: only here may someone else's chunk be put in."""
-        return self._state == _SIZE and not self._line
-
     def feed(self, data: bytes) -> int:
         """See ``Body.feed``."""
-        pos = self.boundary = 0
-        size = len(data)
-        if self._state == _SIZE and not self._line:
+        pos, size = 0, len(data)
+        if self.between_chunks:
             pos = self._whole_chunks(data)
         while pos < size and not self.done:
             pos = self._payload(data, pos) if self._state == _DATA else self._until_newline(data, pos)
+        self.between_chunks = self._state == _SIZE and not self._line
         return pos
 
     def _whole_chunks(self, data: bytes) -> int:
-        """The fast path: an engine writes one event as one chunk, and it mostly arrives as one read."""
+        """Take the complete chunks at the start; returns where the rest begins."""
         pos, size = 0, len(data)
-        sink = self.sink
         match = _SIZE_LINE.match
         while pos < size and (line := match(data, pos)) is not None:
             start = line.end()
             end = start + int(line[1], 16)
             if end == start or data[end : end + 2] != b"\r\n":
                 break  # the last chunk, one that is still arriving, or an error: the slow path tells
-            if sink is not None:
-                sink(data[start:end])
+            self.payload_bytes += end - start
+            if self.sink is not None:
+                self.sink(data[start:end])
             pos = end + 2
-        self.boundary = pos
         return pos
 
     def _payload(self, data: bytes, pos: int) -> int:
         piece = data[pos : pos + self._remaining]
         self._remaining -= len(piece)
+        self.payload_bytes += len(piece)
         if self._remaining == 0:
             self._state = _DATA_END
         if self.sink is not None:
@@ -171,8 +175,6 @@ class ChunkedBody(Body):
         if newline >= 0:
             line, self._line = self._line, b""
             self._take_line(line)
-            if self.between_chunks or self.done:
-                self.boundary = end
         return end
 
     def _take_line(self, line: bytes) -> None:

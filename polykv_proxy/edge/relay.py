@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import TYPE_CHECKING, Protocol
 
-from polykv_proxy.edge.framing import LAST_CHUNK, ChunkedBody, chunk
+from polykv_proxy.edge.framing import COMMON_SIZES, LAST_CHUNK, ChunkedBody, chunk
 from polykv_proxy.edge.head import response_bytes
 
 if TYPE_CHECKING:
@@ -50,8 +50,8 @@ class RelayResult:
         bytes: payload bytes received from the engine, without framing.
         completed: the engine's body was complete.
         first_byte_at: monotonic seconds of the first body byte; None when there was none.
-        last_byte_at: monotonic seconds of the last body byte; None when there was none.
-        events: SSE blocks that ended with an empty line, comments included; 0 for other bodies.
+        last_byte_at: monotonic seconds of the end of the body, proper or not; None when it had no byte.
+        events: SSE blocks that ended with an empty line (LF LF), comments included; 0 for other bodies.
         error: why the body is incomplete.
     """
 
@@ -179,6 +179,7 @@ class _Splice:
         "_tail",
         "_torn",
         "_transform",
+        "_unsettled",
         "_waiter",
         "_write",
         "prefix",
@@ -200,13 +201,15 @@ class _Splice:
         self._sse = (response.head.get(b"content-type") or b"").startswith(b"text/event-stream")
         self._on_truncated = on_truncated if self._sse else None
         self._result = RelayResult()
-        self._write = exchange.connection.write
+        # The transport itself: the connection aborts us before its transport is unusable.
+        self._write = exchange.connection.transport.write
         self._waiter: asyncio.Future[None] | None = None
         self._pieces: list[bytes] = []
         self._held = b""
         self._tail = b""  # last payload bytes, to know whether an event is complete
         self._is_raw = True
         self._torn = False  # a part of an event went out already
+        self._unsettled = False  # torn, or something is held
         self.prefix = b""
 
     async def run(self, *, raw: bool) -> RelayResult:
@@ -224,7 +227,12 @@ class _Splice:
         else:
             listener = self._raw_events
         self._is_raw = raw
-        self._body.sink = self._payload if raw else self._collect
+        if not raw:
+            self._body.sink = self._collect
+        elif self._on_truncated is not None:
+            self._body.sink = self._remember
+        else:
+            self._body.sink = self._observer
         connection.splice(self._response)
         try:
             self._response.listen(listener, self._end)
@@ -244,30 +252,63 @@ class _Splice:
 
     # -- what was read -----------------------------------------------------------------------------------
 
-    def _payload(self, payload: bytes) -> None:
-        """Account for payload that goes out within raw bytes."""
-        result = self._result
-        result.bytes += len(payload)
-        if self._sse:
-            result.events += payload.count(b"\n\n")
-            if self._on_truncated is not None:
-                self._tail = payload[-4:] if len(payload) > 3 else (self._tail + payload)[-4:]
+    def _remember(self, payload: bytes) -> None:
+        """Keep the last bytes, which tell whether an event is complete."""
+        self._tail = payload[-4:] if len(payload) > 3 else (self._tail + payload)[-4:]
         if self._observer is not None:
             self._observer(payload)
 
     def _collect(self, payload: bytes) -> None:
         self._pieces.append(payload)
-        self._payload(payload)
+        if self._observer is not None:
+            self._observer(payload)
 
     def _raw(self, data: bytes) -> None:
-        """The hot path."""
+        """Pass raw bytes on."""
         result = self._result
-        result.last_byte_at = now = monotonic()
+        if self._sse:
+            result.events += data.count(b"\n\n")
         if result.first_byte_at is None:
-            result.first_byte_at = now
+            result.first_byte_at = monotonic()
             data = self.prefix + data
             self.prefix = b""
+            if self._is_raw and self._sse and isinstance(self._body, ChunkedBody):
+                self._response.shortcut(self._shortcut(self._body))
         self._write(data)
+
+    def _shortcut(self, body: ChunkedBody) -> Callable[[bytes], None]:
+        """The hot path, one call for most events: a read that is one chunk goes out as it is.
+
+        It repeats in a few operations what ``ChunkedBody.feed`` and the listeners do with such a read.
+        At 5,000 events a second each call and each attribute less is seen in the CPU time of the proxy.
+        """
+        response, result, observer, write = self._response, self._result, self._observer, self._write
+        feed, sizes = response.feed, COMMON_SIZES
+        ending = b"\r\n" if self._on_truncated is None else b"\n\n\r\n"
+
+        def forward(data: bytes) -> None:
+            start = data.find(b"\r\n") + 2
+            size = sizes.get(data[: start - 2])
+            if (
+                size is None
+                or start + size + 2 != len(data)
+                or not data.endswith(ending)
+                or not body.between_chunks
+                or self._unsettled
+            ):
+                feed(data)
+                return
+            body.payload_bytes += size
+            result.events += data.count(b"\n\n")
+            if observer is not None:
+                try:
+                    observer(data[start:-2])
+                except Exception:
+                    response.abort()
+                    raise
+            write(data)
+
+        return forward
 
     def _raw_events(self, data: bytes) -> None:
         """Raw bytes too, but only up to where a complete chunk ends a complete event."""
@@ -278,10 +319,11 @@ class _Splice:
         )
         if whole or len(data) > HOLD_LIMIT_BYTES:
             self._held = b""
-            self._torn = not whole
+            self._torn = self._unsettled = not whole
             self._raw(data)
         else:
             self._held = data
+            self._unsettled = True
 
     def _reframed(self, _data: bytes) -> None:
         """Payload in frames of ours."""
@@ -302,15 +344,21 @@ class _Splice:
 
     def _out(self, data: bytes) -> None:
         """Write what is not the engine's, behind the head if that is still here."""
-        self._write(self.prefix + data)
+        data = self.prefix + data
         self.prefix = b""
+        if data:
+            self._write(data)
 
     # -- the end -----------------------------------------------------------------------------------------
 
     def _end(self, error: EngineGoneError | None) -> None:
         exchange = self._exchange
-        self._result.error = error
-        self._result.completed = error is None
+        result = self._result
+        result.bytes = self._body.payload_bytes
+        result.error = error
+        result.completed = error is None
+        if result.first_byte_at is not None:
+            result.last_byte_at = monotonic()
         if not exchange.responded and not exchange.is_gone:
             if error is None:
                 self._complete()

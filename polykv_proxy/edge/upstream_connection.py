@@ -71,6 +71,7 @@ class UpstreamConnection(asyncio.Protocol):
         reusable: nothing happened that makes another request unsafe.
         served: complete answers so far.
         idle_until: monotonic seconds after which it must not be used again.
+        feed: takes the bytes of the body that is arriving.
     """
 
     __slots__ = (
@@ -86,6 +87,7 @@ class UpstreamConnection(asyncio.Protocol):
         "_sent_at",
         "_upload",
         "_waiter",
+        "feed",
         "idle_until",
         "reusable",
         "served",
@@ -101,6 +103,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._on_interim: Callable[[ResponseHead], object] | None = None
         self._waiter: asyncio.Future[UpstreamResponse] | None = None
         self._response: UpstreamResponse | None = None
+        self.feed: Callable[[bytes], None] | None = None
         self._upload: asyncio.Task[None] | None = None
         self._drained: asyncio.Event | None = None
         self._sent_at = 0.0
@@ -132,7 +135,7 @@ class UpstreamConnection(asyncio.Protocol):
         """
         self._method = method
         self._on_interim = on_interim
-        self._response = None
+        self._response = self.feed = None
         self._waiter = asyncio.get_running_loop().create_future()
         self._sent_at = monotonic()
         if not isinstance(body, bytes):
@@ -175,8 +178,8 @@ class UpstreamConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Body bytes in the common case; else a head; else nothing that may come here."""
-        if self._response is not None:
-            self._response.feed(data)
+        if self.feed is not None:
+            self.feed(data)
         elif self._waiter is not None and not self._waiter.done():
             self._take_head(self._buffer + data if self._buffer else data)
         else:
@@ -232,6 +235,7 @@ class UpstreamConnection(asyncio.Protocol):
     def _begin(self, head: ResponseHead, rest: bytes) -> None:
         self._answered_at = monotonic()
         response = self._response = UpstreamResponse(self, head, self._framing(head))
+        self.feed = response.feed
         value = head.get(b"keep-alive")
         self._keep_s, most = _keep_alive(value) if value is not None else (DEFAULT_IDLE_S - 1.0, None)
         if not head.keep_alive or (most is not None and self.served + 2 >= most):
@@ -290,7 +294,7 @@ class UpstreamConnection(asyncio.Protocol):
             self._stop_upload()
             self.abort()
             return
-        self._response = None
+        self._response = self.feed = None
         self.idle_until = monotonic() + self._keep_s
         self._owner.release(self)
 

@@ -82,6 +82,11 @@ class UpstreamResponse:
         else:
             self.resume_reading()
 
+    def shortcut(self, feed: Callable[[bytes], None]) -> None:
+        """Let the connection call ``feed``, which must call our ``feed`` for what it does not do itself."""
+        if not self._ended:
+            self._connection.feed = feed
+
     async def read(self, limit: int) -> bytes:
         """The whole payload.
 

@@ -148,7 +148,13 @@ async def run_edge(args) -> None:
         response = await upstream.send(
             head.method, head.target, head.headers, body, named=head.connection_named()
         )
-        await relay(exchange, response, add_headers=[(b"x-session-id", b"s-1")], observer=observe)
+        await relay(
+            exchange,
+            response,
+            add_headers=[(b"x-session-id", b"s-1")],
+            observer=observe,
+            on_truncated=lambda _error: b"data: {}\n\n",
+        )
 
     edge = Edge(handler)
     await edge.listen("127.0.0.1", args.port)

@@ -396,6 +396,16 @@ async def test_no_event_behind_half_an_event(rig):
     assert await client.read_all() == chunk(huge)
 
 
+async def test_event_behind_a_large_one(rig):
+    """A large event that was passed on in parts and then completed does not spoil the proper end."""
+    huge = b"data: " + b"x" * 400_000
+    pieces = (chunk(huge), chunk(b"\n\n"), chunk(b"data: 2\n\n"), b"9\r\ndata:")
+    upstream = await rig.server(answering(SSE, *pieces, pause_s=0.05, then=close))
+    client = await rig.client(await rig.proxy(upstream, on_truncated=lambda _error: ERROR_EVENT))
+    await client.send(get())
+    assert (await client.read_message()).body == huge + b"\n\ndata: 2\n\n" + ERROR_EVENT
+
+
 async def test_hook_is_for_event_streams(rig):
     """A JSON body that breaks off is not mended by an event."""
     head = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
