@@ -187,10 +187,10 @@ class ClientConnection(asyncio.Protocol):
             self.transport.pause_reading()
 
     def resume_reading(self) -> None:
-        """Read again."""
+        """Read again; from here on the client is expected to send."""
+        self._since = monotonic()
         if self._reading_paused and not self._lost:
             self._reading_paused = False
-            self._since = monotonic()
             self.transport.resume_reading()
 
     def break_off(self, *, orderly: bool) -> None:
@@ -280,7 +280,6 @@ class ClientConnection(asyncio.Protocol):
         if exchange.closing or self._edge.draining:
             self._close_gently(unread=not exchange.body.complete)
             return
-        self._since = monotonic()
         self.resume_reading()
         if self._buffer:
             self._next_request(self._buffer)

@@ -257,6 +257,21 @@ async def test_stalled_body_times_out(rig):
     await client.closed()
 
 
+async def test_body_that_is_asked_for_late(rig):
+    """The time for a body runs from when it is waited for, not from when its head came."""
+
+    async def handler(exchange):
+        await asyncio.sleep(1.0)
+        await exchange.respond(200, (), await exchange.read_body(100))
+
+    client = await rig.client(await rig.edge(handler, limits=Limits(body_stall_s=0.7)))
+    await client.send(b"POST / HTTP/1.1\r\nHost: t\r\nContent-Length: 4\r\nExpect: 100-continue\r\n\r\n")
+    await client.read_head()
+    await asyncio.sleep(0.35)
+    await client.send(b"body")
+    assert (await client.read_message()).body == b"body"
+
+
 async def test_waiting_is_not_stalling(rig):
     """A complete request may wait for its answer longer than any of these limits."""
 
