@@ -9,7 +9,8 @@
     ├── ConflictError         409   the request is fine, the state is not
     │   ├── PoolCapacityError       out of sequence ids; says what could be released
     │   ├── PoolInUseError          a pin or children stand in the way
-    │   └── PrefixMismatchError     tokens differ where they must agree
+    │   ├── PrefixMismatchError     tokens differ where they must agree
+    │   └── SessionNotResidentError no slot holds the session any more
     ├── DisabledError         501   pools are off (no patch, or ``--max-pools 0``)
     ├── UnavailableError      503   the engine cannot answer now; ``retry_after_s`` says when to ask again
     │   ├── SaturatedError    429   the engine is fine but taken; the queue is full or took too long
@@ -107,6 +108,12 @@ class PrefixMismatchError(ConflictError):
     """Tokens differ where the contract demands equality."""
 
     code = "prefix_mismatch"
+
+
+class SessionNotResidentError(ConflictError):
+    """No slot holds the session's state any more."""
+
+    code = "session_not_resident"
 
 
 class DisabledError(PolyKVError):

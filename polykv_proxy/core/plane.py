@@ -25,13 +25,30 @@ from polykv_proxy.core.types import (
     SessionId,
     common_prefix,
 )
-from polykv_proxy.errors import BadRequestError, DisabledError, NotFoundError, UnavailableError
+from polykv_proxy.errors import (
+    BadRequestError,
+    DisabledError,
+    NotFoundError,
+    PrefixMismatchError,
+    SessionNotResidentError,
+    UnavailableError,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from polykv_proxy.core.accounting import Ownership
-    from polykv_proxy.core.types import EngineFacts, EngineSample, PoolId, PoolUid, Scope, SlotId, Tokens
+    from polykv_proxy.core.slots import Slot
+    from polykv_proxy.core.types import (
+        EngineFacts,
+        EngineSample,
+        PoolId,
+        PoolNumber,
+        PoolUid,
+        Scope,
+        SlotId,
+        Tokens,
+    )
 
 SESSION_IDLE_S = 300.0
 """Seconds without a request after which a session is over."""
@@ -51,6 +68,8 @@ class Lease:
     """Whether its slot held the conversation's earlier state."""
     granted_at: float
     ended: bool = False
+    pool: PrefixPool | None = None
+    """The pool its request runs on."""
 
 
 @dataclass(slots=True, eq=False)
@@ -130,15 +149,35 @@ class Snapshot:
     ownership: Ownership | None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolPolicy:
+    """What happens without being asked for."""
+
+    auto_match: bool = True
+    """Requests that name no pool are attached to the one that holds most of their prompt."""
+    auto_pools: bool = True
+    """A prefix that a second conversation shares becomes a pool."""
+    min_match_tokens: int = 32
+    """Tokens below which a match is not worth an attach."""
+    auto_min_tokens: int = 256
+    """Tokens below which a common prefix is not worth a pool."""
+    auto_gain_tokens: int = 64
+    """Tokens that a new pool must hold beyond what the best existing one does."""
+    auto_share: float = 0.5
+    """Share of the pools' sequence ids that pools which came by themselves may take, 0 to 1."""
+
+
 class ControlPlane:
     """State of one engine and of everybody who uses it.
 
     Args:
         max_waiting: requests that may wait at once.
+        policy: what happens without being asked for.
     """
 
-    def __init__(self, *, max_waiting: int) -> None:
+    def __init__(self, *, max_waiting: int, policy: PoolPolicy | None = None) -> None:
         self._max_waiting = max_waiting
+        self._policy = policy or PoolPolicy()
         self.facts: EngineFacts | None = None
         self.capability = Capability.RELAY
         self.capability_reason: str | None = "the engine is not ready yet"
@@ -157,6 +196,11 @@ class ControlPlane:
         self._next_session = 1
 
     # -- the engine's life -------------------------------------------------------------------------------
+
+    @property
+    def policy(self) -> PoolPolicy:
+        """What happens without being asked for."""
+        return self._policy
 
     @property
     def serving(self) -> bool:
@@ -247,6 +291,11 @@ class ControlPlane:
             return self.on_finished(ticket.lease, now, clean=True, content=Content.OLD)
         return self._serve_waiting(now)
 
+    def on_dispatch(self, lease: Lease, plan: AttachPlan) -> None:
+        """The request goes out attached to a pool."""
+        lease.pool = plan.pool
+        plan.pool.attached += 1
+
     def on_first_byte(self, lease: Lease, ttft_s: float) -> None:
         """The answer began to reach the client."""
         if lease.session is not None:
@@ -268,6 +317,8 @@ class ControlPlane:
         if lease.ended:
             return []
         lease.ended = True
+        if lease.pool is not None:
+            lease.pool.attached -= 1
         if lease.session is not None:
             lease.session.running = False
             lease.session.last_seen = now
@@ -396,10 +447,21 @@ class ControlPlane:
             raise NotFoundError(f"pool {pool_id} does not exist", code="pool_not_found", param="pool_id")
         return pool
 
-    def begin_pool(
-        self, tokens: Tokens, scope: Scope, *, label: str | None, pin: bool, now_ts: float
+    def begin_pool(  # noqa: PLR0913 - the facts of a pool
+        self,
+        tokens: Tokens,
+        scope: Scope,
+        *,
+        label: str | None,
+        pin: bool,
+        now_ts: float,
+        parent: PrefixPool | None = None,
+        branch_pos: int = 0,
     ) -> tuple[PrefixPool, bool]:
-        """Enter a root pool for this content; returns it and whether it has to be computed.
+        """Enter a pool for this content; returns it and whether it has to be computed.
+
+        One code path for all three edges: a root (no parent), an extension (D = the parent's length) and a
+        branch (D below it). A pool of the same content that is there already stays where it is in the tree.
 
         Raises:
             BadRequestError: it can never fit.
@@ -407,6 +469,30 @@ class ControlPlane:
             DisabledError, UnavailableError: see ``require_pools``.
         """
         self.require_pools()
+        self._check_length(tokens)
+        pool_id = self.pool_id_of(tokens, scope)
+        pool = self.tree.get(pool_id)
+        if pool is not None and pool.occupies_sequence:
+            pool.pinned = pool.pinned or pin
+            pool.label = label if label is not None else pool.label
+            pool.last_access_ts = now_ts
+            return pool, False
+        if pool is not None and pool.state is PoolState.EVICTED and parent is None:
+            parent, branch_pos = pool.parent, pool.branch_pos  # back to its place
+        pool = self.tree.add(
+            pool_id,
+            tokens,
+            scope=scope,
+            origin=PoolOrigin.EXPLICIT,
+            now_ts=now_ts,
+            label=label,
+            pinned=pin,
+            parent=parent,
+            branch_pos=branch_pos,
+        )
+        return pool, True
+
+    def _check_length(self, tokens: Tokens) -> None:
         assert self.facts is not None
         limit = min(self.facts.ctx_tokens, self.facts.cells)
         if len(tokens) >= limit:
@@ -416,22 +502,106 @@ class ControlPlane:
                 prefix_len=len(tokens),
                 ctx_size=limit,
             )
+
+    def branch_point(self, parent: PrefixPool, tokens: Tokens, branch_pos: int | None) -> int:
+        """D of a child with these tokens.
+
+        1. Nothing in common: the tokens are no continuation, and never silently become a root.
+        2. No D asked for: as much as agrees, at most the parent's length.
+        3. D asked for: [0, D) must agree, token for token.
+
+        Args:
+            parent: the pool to fork.
+            tokens: the child's full prefix [0, L).
+            branch_pos: the D that was asked for.
+
+        Raises:
+            BadRequestError: D beyond the parent's or the child's end.
+            PrefixMismatchError: the contract does not hold; says where.
+        """
+        common = common_prefix(parent.tokens, tokens)
+        both = min(parent.prefix_len, len(tokens))
+        if branch_pos is not None and not 0 < branch_pos <= both:
+            raise BadRequestError(
+                f"branch_pos must be between 1 and {both}, the length of the shorter of the two",
+                param="branch_pos",
+                parent_len=parent.prefix_len,
+            )
+        if common == 0 or (branch_pos is not None and common < branch_pos):
+            suffix_only = common == 0
+            raise PrefixMismatchError(
+                f"the parent and these tokens have nothing in common; pass the child's full prefix, "
+                f"beginning with the parent's {parent.prefix_len} tokens, not only what is new"
+                if suffix_only
+                else f"[0, {branch_pos}) must be the parent's, but token {common} differs",
+                first_mismatch=common,
+                expected_token=parent.tokens[common] if common < parent.prefix_len else None,
+                got_token=tokens[common] if common < len(tokens) else None,
+                parent_len=parent.prefix_len,
+                suffix_only=suffix_only,
+                next_moves={
+                    "re_root": "create a pool of its own from the same tokens: POST /polykv/pools",
+                    "full_prefill": "send the request without a pool",
+                },
+            )
+        return common if branch_pos is None else branch_pos
+
+    def resident_slot(self, session_id: SessionId, scope: Scope | None) -> Slot:
+        """The slot that holds a session now.
+
+        Raises:
+            NotFoundError: no such session.
+            SessionNotResidentError: another conversation has taken its slot.
+        """
+        session = self._sessions.get(session_id)
+        if session is None or scope not in (None, session.scope):
+            raise NotFoundError(
+                f"session {session_id} does not exist", code="session_not_found", param="from_session"
+            )
+        if session.slot is None:
+            raise SessionNotResidentError(
+                f"no slot holds session {session_id} any more", param="from_session"
+            )
+        return self.board.slots[session.slot]
+
+    def adopt_snapshot(  # noqa: PLR0913 - the facts of a pool
+        self,
+        number: PoolNumber,
+        uid: PoolUid,
+        tokens: Tokens,
+        scope: Scope,
+        *,
+        origin: PoolOrigin,
+        label: str | None,
+        pin: bool,
+        now_ts: float,
+        parent: PrefixPool | None,
+        branch_pos: int,
+    ) -> tuple[PrefixPool, bool]:
+        """Enter what the engine just snapshot under a reserved number.
+
+        Returns the pool of that content, and whether the number is in use now: if the content had a pool
+        already, the snapshot is superfluous and has to be given back.
+        """
         pool_id = self.pool_id_of(tokens, scope)
         pool = self.tree.get(pool_id)
         if pool is not None and pool.occupies_sequence:
             pool.pinned = pool.pinned or pin
-            pool.label = label if label is not None else pool.label
             pool.last_access_ts = now_ts
             return pool, False
         pool = self.tree.add(
             pool_id,
             tokens,
             scope=scope,
-            origin=PoolOrigin.EXPLICIT,
+            origin=origin,
             now_ts=now_ts,
             label=label,
             pinned=pin,
+            parent=parent,
+            branch_pos=branch_pos,
+            number=number,
         )
+        self.tree.ready(pool, uid)
         return pool, True
 
     def on_pool_ready(self, pool: PrefixPool, uid: PoolUid) -> None:
@@ -481,6 +651,40 @@ class ControlPlane:
             return None
         pool.last_access_ts = now_ts
         return AttachPlan(pool, matched if cap is None else min(cap, matched), matched)
+
+    def match(self, tokens: Tokens, scope: Scope, *, now_ts: float) -> AttachPlan | None:
+        """The pool that holds most of a prompt, if it holds enough to be worth an attach."""
+        found = self.tree.index.match(tokens, scope)
+        if found is None or found[1] < self._policy.min_match_tokens:
+            return None
+        pool, matched = found
+        pool.last_access_ts = now_ts
+        return AttachPlan(pool, matched, matched)
+
+    def shareable(self, tokens: Tokens, lease: Lease, matched: int) -> tuple[Slot, int] | None:
+        """A slot whose prompt has much more in common with this one than any pool, and how much.
+
+        1. Pools that come by themselves are off, or as many exist as may: none.
+        2. The closest slot of the same scope shares too little, or hardly more than a pool does: none.
+        3. That slot: its common prefix is worth a pool.
+        """
+        policy = self._policy
+        if not policy.auto_pools or lease.session is None:
+            return None
+        found = self.board.closest(tokens, lease.session.scope, other_than=lease.slots[0])
+        if found is None or found[1] < max(policy.auto_min_tokens, matched + policy.auto_gain_tokens):
+            return None
+        return found
+
+    def too_many_automatic(self) -> bool:
+        """Whether pools that come by themselves have taken the share of sequence ids that they may."""
+        count = sum(pool.origin is PoolOrigin.AUTO and pool.occupies_sequence for pool in self.tree)
+        return count >= max(1, int(self.tree.max_pools * self._policy.auto_share))
+
+    def on_prompt(self, lease: Lease, tokens: Tokens) -> None:
+        """The exact tokens of a request that is about to run."""
+        if not lease.ended:
+            self.board.slots[lease.slots[0]].tokens = tokens
 
     def on_attached(self, plan: AttachPlan, session: Session | None, cached_tokens: int | None) -> bool:
         """An attached request's answer proves itself; returns whether it fell short of the plan.

@@ -10,10 +10,11 @@ Rule 5: nothing here evicts what someone created explicitly; running out of room
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
+from polykv_proxy.core.prefix import PrefixIndex
 from polykv_proxy.core.types import PoolId, PoolOrigin, PoolState, common_prefix
 from polykv_proxy.errors import PoolCapacityError, PoolInUseError
 
@@ -67,7 +68,11 @@ class PrefixPool:
     last_access_ts: float = 0.0
     hits: int = 0
     """Requests that attached."""
+    attached: int = 0
+    """Requests that run on it now."""
     released: bool = False
+    revived: bool = False
+    """It was evicted and is being computed again."""
     children: list[PrefixPool] = field(default_factory=list)
 
     @property
@@ -83,7 +88,7 @@ class PrefixPool:
     @property
     def resident(self) -> bool:
         """Whether requests can attach."""
-        return self.state is PoolState.RESIDENT
+        return self.state is PoolState.RESIDENT and not self.released
 
     @property
     def occupies_sequence(self) -> bool:
@@ -101,6 +106,10 @@ class PrefixPool:
             if not child.released:
                 yield from child.subtree()
 
+    def is_below(self, other: PrefixPool) -> bool:
+        """Whether ``other`` is this pool or one of its ancestors."""
+        return self is other or (self.parent is not None and self.parent.is_below(other))
+
     def depth(self) -> int:
         """1 for a root."""
         return 1 if self.parent is None else 1 + self.parent.depth()
@@ -116,6 +125,8 @@ class PoolTree:
     def __init__(self, max_pools: int) -> None:
         self.max_pools = max_pools
         self._pools: dict[PoolId, PrefixPool] = {}
+        self.index = PrefixIndex()
+        """Resident pools by their content."""
         self._ghosts: list[PrefixPool] = []
         self._retiring: set[PoolNumber] = set()
         """Numbers of released pools that the engine still has to give back."""
@@ -156,44 +167,91 @@ class PoolTree:
         branch_pos: int = 0,
         label: str | None = None,
         pinned: bool = False,
+        number: PoolNumber | None = None,
     ) -> PrefixPool:
         """Enter a pool that is about to be materialized.
 
-        A lost pool of the same content takes up its old life; its label and pin stay unless given anew.
+        A lost or evicted pool of the same content takes up its old life; its label and pin stay unless
+        given anew, and its children become the new one's.
+
+        Args:
+            pool_id: digest of the content.
+            tokens: the full prefix.
+            scope: whose it is.
+            origin: why it exists.
+            now_ts: epoch seconds.
+            parent: whose [0, ``branch_pos``) it shares.
+            branch_pos: D.
+            label: a name for people and policies.
+            pinned: whether it is pinned from the start.
+            number: one that was taken by ``reserve``.
 
         Raises:
             PoolCapacityError: every sequence id is taken; ``releasable`` names pools nobody needs.
         """
-        number = self._free_number()
+        taken = self._free_number() if number is None else number
+        self._retiring.discard(taken)
         old = self._pools.pop(pool_id, None)
+        if old is not None and old.parent is not None and old in old.parent.children:
+            old.parent.children.remove(old)
         pool = PrefixPool(
             pool_id=pool_id,
             tokens=tokens,
             scope=scope,
-            number=number,
-            origin=origin,
+            number=taken,
+            origin=origin if old is None else old.origin,
             created_ts=now_ts if old is None else old.created_ts,
+            hits=0 if old is None else old.hits,
             parent=parent,
             branch_pos=branch_pos,
             label=label if label is not None or old is None else old.label,
             pinned=pinned or (old is not None and old.pinned),
             last_access_ts=now_ts,
+            revived=old is not None and old.state is PoolState.EVICTED,
         )
+        if old is not None:
+            for child in old.children:
+                child.parent = pool
+            pool.children = list(old.children)
         self._pools[pool_id] = pool
         self._known.pop(pool_id, None)
         if parent is not None:
             parent.children.append(pool)
         return pool
 
+    def reserve(self) -> PoolNumber:
+        """Take a number for a pool whose content is not known yet; ``add`` uses it, ``retire`` frees it.
+
+        Raises:
+            PoolCapacityError: see ``add``.
+        """
+        number = self._free_number()
+        self._retiring.add(number)
+        return number
+
+    def retire(self, number: PoolNumber) -> None:
+        """The engine has nothing under a reserved or released number any more."""
+        self._retiring.discard(number)
+
     def ready(self, pool: PrefixPool, uid: PoolUid) -> None:
         """It is computed: requests may attach from now on."""
         pool.state = PoolState.RESIDENT
         pool.uid = uid
+        self.index.add(pool)
+
+    def detach(self, pool: PrefixPool) -> None:
+        """A pool that is being computed does without its parent, which is not resident: it owns all of it."""
+        if pool.parent is not None and pool in pool.parent.children:
+            pool.parent.children.remove(pool)
+        pool.parent, pool.branch_pos = None, 0
 
     def failed(self, pool: PrefixPool, *, retire: bool = False) -> None:
         """It could not be computed: forget it. Its sequence id is free, with ``retire`` once retired."""
         if retire:
             self._retiring.add(pool.number)
+        if pool.revived:
+            pool.state = PoolState.EVICTED  # its id was known before this attempt and stays so
+            return
         if self._pools.get(pool.pool_id) is pool:
             del self._pools[pool.pool_id]
         if pool.parent is not None and pool in pool.parent.children:
@@ -222,14 +280,80 @@ class PoolTree:
 
         Its number is taken until ``retired`` reports that the engine gave it back.
         """
+        was_resident = pool.resident
         del self._pools[pool.pool_id]
         pool.released = True
         self._known[pool.pool_id] = None
         while len(self._known) > self._KNOWN_MAX:
             self._known.pop(next(iter(self._known)))
-        if pool.resident:
-            self._ghosts.append(pool)
-            self._retiring.add(pool.number)
+        if was_resident:
+            self._haunt(pool)
+
+    def check_evict(self, pool: PrefixPool, *, flush: bool) -> list[PrefixPool]:
+        """What an eviction (of the whole subtree: a flush) would take from the engine, leaves first.
+
+        Raises:
+            PoolInUseError: a pin, children that are resident, or one that is being computed.
+        """
+        doomed = list(pool.subtree())[::-1] if flush else [pool]
+        pinned = [each.pool_id for each in doomed if each.pinned]
+        if pinned:
+            raise PoolInUseError(
+                "a pinned pool is not evicted; unpin it first", code="pool_pinned", pinned=pinned
+            )
+        children = [
+            child.pool_id for child in pool.children if child.occupies_sequence and not child.released
+        ]
+        if children and not flush:
+            raise PoolInUseError(
+                f"pool {pool.pool_id} has {len(children)} resident children; evict them first or flush",
+                code="pool_has_children",
+                children=children,
+            )
+        if any(each.state is PoolState.MATERIALIZING for each in doomed):
+            raise PoolInUseError(f"pool {pool.pool_id} is being computed", code="pool_materializing")
+        return [each for each in doomed if each.resident]
+
+    def evict(self, pool: PrefixPool) -> PrefixPool:
+        """Give a resident pool's cells back but keep its id and tokens; returns what stands for it now.
+
+        Its number is taken until ``retired``. The old object lives on as a ghost while slots hold cells.
+        """
+        evicted = replace(pool, state=PoolState.EVICTED, uid=None, children=[])
+        for child in [child for child in pool.children if not child.released]:
+            child.parent = evicted
+            evicted.children.append(child)
+            pool.children.remove(child)
+        if pool.parent is not None:
+            pool.parent.children.append(evicted)
+        self._pools[pool.pool_id] = evicted
+        pool.released = True
+        self._haunt(pool)
+        return evicted
+
+    def evictable(self, now_ts: float, grace_s: float) -> list[PrefixPool]:
+        """Pools that nobody would miss, least valuable first: automatic, unpinned, childless, out of use.
+
+        Value is the work that evicting would undo, spread over the time since it was last of use.
+        """
+        idle = [
+            pool
+            for pool in self._pools.values()
+            if pool.resident
+            and pool.origin is PoolOrigin.AUTO
+            and not pool.pinned
+            and not any(child.occupies_sequence for child in pool.children if not child.released)
+            and not pool.attached
+            and now_ts - pool.last_access_ts >= grace_s
+        ]
+        return sorted(
+            idle, key=lambda pool: pool.own_len * (1 + pool.hits) / (1.0 + now_ts - pool.last_access_ts)
+        )
+
+    def _haunt(self, pool: PrefixPool) -> None:
+        self._ghosts.append(pool)
+        self._retiring.add(pool.number)
+        self.index.remove(pool)
 
     def retired(self, pool: PrefixPool) -> None:
         """The engine gave a released pool's sequence id back."""
@@ -239,6 +363,7 @@ class PoolTree:
         """The engine forgot everything: ids and tokens stay, cells and ghosts are gone."""
         self._ghosts.clear()
         self._retiring.clear()
+        self.index = PrefixIndex()
         for pool in self._pools.values():
             pool.children.clear()
         for pool in self._pools.values():
@@ -248,6 +373,10 @@ class PoolTree:
     def nodes(self) -> list[PrefixPool]:
         """Everything that may hold cells: resident pools and ghosts."""
         return [*(pool for pool in self._pools.values() if pool.resident), *self._ghosts]
+
+    def node(self, uid: PoolUid) -> PrefixPool | None:
+        """Who computed the cells of this engine uid: a resident pool or a ghost."""
+        return next((node for node in self.nodes() if node.uid == uid), None)
 
     def drop_ghosts(self, uids: set[int]) -> None:
         """Forget ghosts by their engine uid.

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, TypeAlias
 
-from polykv_proxy.core.types import SessionId, SlotId
+from polykv_proxy.core.types import SessionId, SlotId, common_prefix
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from polykv_proxy.core.types import LeaseId, PoolId, Scope
+    from polykv_proxy.core.types import LeaseId, PoolId, Scope, Tokens
 
 Chain: TypeAlias = tuple[int, ...]
 """Fingerprint of a conversation: one hash for what precedes the messages, one for each message, in order.
@@ -68,6 +68,8 @@ class Slot:
     lease: LeaseId | None = None
     session: Session | None = None
     chain: Chain = ()
+    tokens: Tokens | None = None
+    """Leading tokens that it holds or is computing, as far as the proxy knows them."""
     last_used: float = 0.0
     before: tuple[Session | None, Chain] = (None, ())
     """Session and chain that the running lease displaced; they are right again if it never began."""
@@ -167,6 +169,8 @@ class SlotBoard:
                 slot.session.slot = None
             slot.before = (slot.session, slot.chain)
             slot.lease, slot.session, slot.chain = lease, None, ()
+            if not (placement.continues and number == placement.slots[0]):
+                slot.tokens = None
         first = self.slots[placement.slots[0]]
         first.session, first.chain = session, ask.chain
         if session is not None:
@@ -189,7 +193,20 @@ class SlotBoard:
         slot = self.slots[number]
         if slot.session is not None and slot.session.slot == number:
             slot.session.slot = None
-        slot.session, slot.chain = None, ()
+        slot.session, slot.chain, slot.tokens = None, (), None
+
+    def closest(self, tokens: Tokens, scope: Scope, *, other_than: SlotId) -> tuple[Slot, int] | None:
+        """The slot of a conversation of this scope that shares most leading tokens with a prompt."""
+        best: tuple[Slot, int] | None = None
+        for slot in self.slots:
+            if slot.tokens is None or slot.session is None or slot.session.scope != scope:
+                continue
+            if slot.slot == other_than:
+                continue
+            common = common_prefix(slot.tokens, tokens)
+            if common and (best is None or common > best[1]):
+                best = (slot, common)
+        return best
 
 
 def common_links(a: Chain, b: Chain) -> int:

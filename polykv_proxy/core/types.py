@@ -75,6 +75,8 @@ class PoolState(StrEnum):
     MATERIALIZING = "materializing"
     """Being computed; nobody can attach yet."""
     RESIDENT = "resident"
+    EVICTED = "evicted"
+    """Its cells were given back; computed again when a request attaches."""
     LOST = "lost"
     """The engine lost its memory (restart, reload); tokens and id are kept."""
 

@@ -1,0 +1,101 @@
+"""Finding the pool that shares the longest prefix with a prompt.
+
+Prompts are cut into blocks of ``BLOCK_TOKENS`` tokens and each block is hashed together with the hash of
+what precedes it, so that one number stands for a whole prefix. The hash finds, tokens confirm.
+
+Rule 1: the set of indexed hashes is closed under prefixes: if a block's hash is in it, so are those of all
+blocks before it in that pool. The deepest indexed block of a prompt can therefore be found by bisection.
+Rule 2: a candidate is returned only with the number of tokens that really agree.
+Rule 3: the index is as large as the pools in it: what is removed leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from xxhash import xxh3_64
+
+from polykv_proxy.core.types import common_prefix
+
+if TYPE_CHECKING:
+    from polykv_proxy.core.pools import PrefixPool
+    from polykv_proxy.core.types import Scope, Tokens
+
+BLOCK_TOKENS = 64
+
+MAX_CANDIDATES = 256
+"""Pools that share a deepest block are told apart by their tokens, the latest this many of them."""
+
+
+def block_hashes(tokens: Tokens, scope: Scope) -> list[int]:
+    """Chained hashes of a prompt's whole blocks; the scope is part of every one.
+
+    131,072 tokens are 2,048 hashes and take about a third of a millisecond.
+    """
+    state = xxh3_64(scope.encode())
+    view = memoryview(tokens).cast("B")
+    width = BLOCK_TOKENS * tokens.itemsize
+    hashes = []
+    for at in range(0, len(view) - width + 1, width):
+        state.update(view[at : at + width])
+        hashes.append(state.intdigest())
+    return hashes
+
+
+class PrefixIndex:
+    """Pools by the hashes of their blocks."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[int, dict[PrefixPool, None]] = {}
+        self._short: dict[Scope, dict[PrefixPool, None]] = {}
+        """Pools without a whole block."""
+
+    def __len__(self) -> int:
+        """Indexed blocks."""
+        return len(self._blocks)
+
+    def add(self, pool: PrefixPool) -> None:
+        """Index a pool; it must not change any more."""
+        hashes = block_hashes(pool.tokens, pool.scope)
+        for block in hashes:
+            self._blocks.setdefault(block, {})[pool] = None
+        if not hashes:
+            self._short.setdefault(pool.scope, {})[pool] = None
+
+    def remove(self, pool: PrefixPool) -> None:
+        """Forget a pool; one that is not indexed is no error."""
+        for block in block_hashes(pool.tokens, pool.scope):
+            holders = self._blocks.get(block)
+            if holders is not None:
+                holders.pop(pool, None)
+                if not holders:
+                    del self._blocks[block]
+        short = self._short.get(pool.scope)
+        if short is not None:
+            short.pop(pool, None)
+            if not short:
+                del self._short[pool.scope]
+
+    def match(self, tokens: Tokens, scope: Scope) -> tuple[PrefixPool, int] | None:
+        """The pool with the longest prefix in common, and how many tokens; None if there is none.
+
+        1. Bisect for the deepest block of the prompt that is indexed.
+        2. Among the pools that hold it, compare tokens.
+        3. Without such a block: compare with the pools that have none, and with the first blocks of others
+           nothing is gained: less than a block in common is not worth an attach.
+        """
+        hashes = block_hashes(tokens, scope)
+        low, high = 0, len(hashes)
+        while low < high:
+            middle = (low + high + 1) // 2
+            if hashes[middle - 1] in self._blocks:
+                low = middle
+            else:
+                high = middle - 1
+        candidates = self._blocks[hashes[low - 1]] if low else self._short.get(scope, {})
+        best: tuple[PrefixPool, int] | None = None
+        for pool in list(reversed(candidates))[:MAX_CANDIDATES]:
+            matched = common_prefix(pool.tokens, tokens)
+            if matched and (best is None or matched > best[1]):
+                best = (pool, matched)
+        return best
