@@ -21,7 +21,7 @@ from polykv_proxy.api.guard import Guard
 from polykv_proxy.api.inference import Inference
 from polykv_proxy.api.routes import Routes, render_error
 from polykv_proxy.api.status import Status
-from polykv_proxy.core.plane import ControlPlane
+from polykv_proxy.core.plane import ControlPlane, PoolPolicy
 from polykv_proxy.edge.inproc import InProcess
 from polykv_proxy.edge.server import Edge
 from polykv_proxy.edge.tasks import TaskSet
@@ -76,7 +76,8 @@ class Proxy:
             client = await stack.enter_async_context(EngineClient(process.address, api_key))
             tasks = TaskSet()
             stack.push_async_callback(tasks.cancel, 5.0)
-            plane = ControlPlane(max_waiting=settings.queue.max_depth)
+            policy = PoolPolicy(**settings.pools.model_dump())
+            plane = ControlPlane(max_waiting=settings.queue.max_depth, policy=policy)
             self.runtime = Runtime(plane, client, tasks)
             upstream = Upstream(_dial_text(process.address))
             stack.callback(upstream.close)

@@ -135,6 +135,29 @@ class QueueSettings(_Section):
     """Seconds between keepalive comments on a stream that waits."""
 
 
+class PoolSettings(_Section):
+    """What happens with prefixes without being asked for."""
+
+    auto_match: bool = True
+    """Attach requests that name no pool to the one that holds most of their prompt."""
+
+    auto_pools: bool = True
+    """Make a pool of a prefix that a second conversation shares."""
+
+    min_match_tokens: int = Field(default=32, ge=1)
+    """Tokens below which a match is not worth an attach."""
+
+    auto_min_tokens: int = Field(default=256, ge=1)
+    """Tokens below which a common prefix is not worth a pool."""
+
+    auto_gain_tokens: int = Field(default=64, ge=1)
+    """Tokens that a pool must hold beyond what the best existing one does to come by itself."""
+
+    auto_share: float = Field(default=0.5, ge=0, le=1)
+    """Share of the pools' sequence ids, 0 to 1, that pools which came by themselves may take. Those that
+    were asked for always come first."""
+
+
 class LogSettings(_Section):
     """The proxy's own log, on standard error."""
 
@@ -189,6 +212,7 @@ class Settings(BaseSettings):
 
     log: LogSettings = LogSettings()
     queue: QueueSettings = QueueSettings()
+    pools: PoolSettings = PoolSettings()
     engine: EngineSettings = EngineSettings()
 
     @field_validator("listen")

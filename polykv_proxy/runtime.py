@@ -13,7 +13,7 @@ import hashlib
 import json
 import time
 from time import monotonic
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import structlog
 
@@ -29,16 +29,34 @@ from polykv_proxy.core.plane import (
     WakeQueued,
 )
 from polykv_proxy.core.slots import Ask, Content
-from polykv_proxy.core.types import Capability, PoolNumber, PoolState, PoolUid, Scope, SlotState
+from polykv_proxy.core.types import (
+    Capability,
+    PoolNumber,
+    PoolOrigin,
+    PoolState,
+    PoolUid,
+    Scope,
+    SlotState,
+    as_tokens,
+)
 from polykv_proxy.engine.state import EngineState
-from polykv_proxy.errors import EngineGoneError, PolyKVError, SaturatedError, UnavailableError
+from polykv_proxy.errors import (
+    EngineGoneError,
+    PolyKVError,
+    PoolCapacityError,
+    PrefixMismatchError,
+    SaturatedError,
+    SessionNotResidentError,
+    UnavailableError,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
+    from collections.abc import Callable, Coroutine
     from typing import Any
 
     from polykv_proxy.core.pools import PrefixPool
-    from polykv_proxy.core.types import EngineSample, LeaseId, Tokens
+    from polykv_proxy.core.slots import Session, Slot
+    from polykv_proxy.core.types import EngineSample, LeaseId, SessionId, Tokens
     from polykv_proxy.edge.tasks import TaskSet
     from polykv_proxy.engine.client import EngineClient
     from polykv_proxy.engine.state import EngineStatus
@@ -58,6 +76,14 @@ FRESH_S = 0.1
 """Age up to which a sample serves readers who want the present; bounds polling whatever they do."""
 
 RETRY_READY_S = 1.0
+
+NO_PROGRESS_S = 10.0
+"""A request whose prefill does not advance for so long is not waited for."""
+
+GRACE_S = 60.0
+"""Seconds out of use after which a pool that came by itself may make room."""
+
+T = TypeVar("T")
 
 _ANSWERED = frozenset({"engine_refused", "engine_failed", "engine_auth", "not_found"})
 """Codes of the client's errors after which the engine is known to be done with a call."""
@@ -119,6 +145,8 @@ class Runtime:
         self._unsure: dict[LeaseId, tuple[PrefixPool, str]] = {}
         """Pools that were given up, by the lease under which the engine of that epoch may have computed them
         nevertheless."""
+        self._sharing: dict[tuple[int, int], asyncio.Future[bool]] = {}
+        """Snapshots that are waited for, by slot and lease."""
         self._sampling: asyncio.Future[EngineSample] | None = None
         self._ended_at = 0.0
         self._ready_task: asyncio.Task[None] | None = None
@@ -332,19 +360,38 @@ class Runtime:
 
     # -- pools -------------------------------------------------------------------------------------------
 
-    async def create_pool(
-        self, tokens: Tokens, scope: Scope, *, label: str | None, pin: bool
+    async def create_pool(  # noqa: PLR0913 - the facts of a pool
+        self,
+        tokens: Tokens,
+        scope: Scope,
+        *,
+        label: str | None,
+        pin: bool,
+        parent: PrefixPool | None = None,
+        branch_pos: int = 0,
     ) -> tuple[PrefixPool, bool, Materialized | None]:
         """The resident pool of this content; whether it was created now, and what that took.
 
         Those who ask for the same content at the same time share one prefill; it stops when the last of
-        them leaves.
+        them leaves. Pools that came by themselves make room if need be.
 
         Raises:
             BadRequestError, PoolCapacityError, DisabledError, UnavailableError: see
                 ``ControlPlane.begin_pool``; the engine's refusals.
         """
-        pool, compute = self.plane.begin_pool(tokens, scope, label=label, pin=pin, now_ts=self.now_ts())
+
+        def begin() -> tuple[PrefixPool, bool]:
+            return self.plane.begin_pool(
+                tokens,
+                scope,
+                label=label,
+                pin=pin,
+                now_ts=self.now_ts(),
+                parent=parent,
+                branch_pos=branch_pos,
+            )
+
+        pool, compute = await self._with_room(begin)
         if not compute and pool.state is not PoolState.MATERIALIZING:
             return pool, False, None
         job = self._jobs.get(id(pool))
@@ -370,7 +417,16 @@ class Runtime:
             if lease.ended or not self.plane.is_awaited(pool):
                 raise EngineGoneError("the engine was restarted before the pool was computed")
             clean = False
-            done = await self.client.materialize(pool.number, pool.tokens, lease.slots[0], lease.lease_id)
+            if pool.parent is not None and not pool.parent.resident:
+                self.plane.tree.detach(pool)
+            done = await self.client.materialize(
+                pool.number,
+                pool.tokens,
+                lease.slots[0],
+                lease.lease_id,
+                parent=None if pool.parent is None else pool.parent.number,
+                branch_pos=pool.branch_pos,
+            )
             clean = True
             self.plane.on_pool_ready(pool, PoolUid(done.uid))
             job.result.set_result(done)
@@ -419,14 +475,205 @@ class Runtime:
             PoolInUseError: children, or it is being computed.
         """
         doomed = self.plane.tree.check_release(pool, recursive=recursive)
+        resident = [each for each in doomed if each.resident]
         for each in doomed:
             self.plane.tree.release(each)  # no await since the check: the ids go together
         done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         # a task, because it has to go on to the end when the client that asked for it leaves
-        self._spawn(self._give_all_back([each for each in doomed if each.resident], done))
+        self._spawn(self._give_all_back(resident, done))
         freed = await asyncio.shield(done)
         log.info("pool_released", pool_id=pool.pool_id, pools=len(doomed), cells_freed=freed)
         return doomed, freed
+
+    async def evict_pool(self, pool: PrefixPool, *, flush: bool) -> tuple[list[PrefixPool], int]:
+        """Give a pool's cells back, with those of its subtree if asked; ids and tokens stay.
+
+        Raises:
+            PoolInUseError: a pin, resident children, or one is being computed.
+        """
+        doomed = self.plane.tree.check_evict(pool, flush=flush)
+        for each in doomed:
+            self.plane.tree.evict(each)  # no await since the check
+        done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._spawn(self._give_all_back(doomed, done))
+        freed = await asyncio.shield(done)
+        log.info("pool_evicted", pool_id=pool.pool_id, pools=len(doomed), cells_freed=freed)
+        return doomed, freed
+
+    async def ensure_resident(self, pool: PrefixPool) -> PrefixPool | None:
+        """Compute an evicted pool again, its parents first; None if it cannot be had."""
+        try:
+            parent = pool.parent
+            if parent is not None and parent.state is PoolState.EVICTED:
+                parent = await self.ensure_resident(parent)
+            if pool.state in (PoolState.EVICTED, PoolState.MATERIALIZING):
+                pool, _, _ = await self.create_pool(pool.tokens, pool.scope, label=None, pin=False)
+        except PolyKVError as error:
+            log.info("pool_not_revived", pool_id=pool.pool_id, reason=error.message)
+            return None
+        return pool if pool.resident else None
+
+    async def share_from(self, slot: Slot, n_tokens: int) -> bool:
+        """Make a pool of a slot's first tokens, once the engine has passed them; whether there is one now.
+
+        All who want to share from the same request wait for the same snapshot. False when that request
+        ended before it came so far, or no progress is seen: whoever waits goes on without.
+        """
+        session = slot.session
+        if session is None:
+            return False
+        key = (slot.slot, slot.lease or 0)
+        going = self._sharing.get(key)
+        if going is None:
+            going = self._sharing[key] = asyncio.get_running_loop().create_future()
+            self._spawn(self._share(key, slot, session, n_tokens, going))
+        return await asyncio.shield(going)
+
+    async def _share(
+        self, key: tuple[int, int], slot: Slot, session: Session, n_tokens: int, result: asyncio.Future[bool]
+    ) -> None:
+        made = False
+        try:
+            made = await self._has_passed(slot, session, n_tokens) and await self._automatic_fits()
+            if made:
+                await self.snapshot_slot(
+                    slot, session, n_tokens=n_tokens, label=None, pin=False, origin=PoolOrigin.AUTO
+                )
+        except PolyKVError as error:
+            made = False
+            log.info("auto_pool_not_made", tokens=n_tokens, reason=error.message)
+        finally:
+            self._sharing.pop(key, None)
+            result.set_result(made)
+
+    async def _automatic_fits(self) -> bool:
+        """Make room within the share of sequence ids that pools may take which come by themselves."""
+        while self.plane.too_many_automatic():
+            idle = self.plane.tree.evictable(self.now_ts(), GRACE_S)
+            if not idle:
+                return False
+            await self.evict_pool(idle[0], flush=False)
+        return True
+
+    async def _has_passed(self, slot: Slot, session: Session, n_tokens: int) -> bool:
+        """Wait until the session's slot holds so many tokens; False when it never will."""
+        seen, since, lease = -1, monotonic(), slot.lease
+        while slot.session is session and self.plane.serving:
+            now = (await self.client.counters()).slots[slot.slot]
+            started = lease is None or now.tag == lease
+            if started and now.tokens >= n_tokens:
+                return True
+            if lease is None or slot.lease != lease:
+                return False  # it is over, and did not come so far
+            progress = now.tokens if started else -1
+            if progress > seen:
+                seen, since = progress, monotonic()
+            elif monotonic() - since > NO_PROGRESS_S:
+                return False
+            await asyncio.sleep(IDLE_POLL_S)
+        return False
+
+    async def snapshot_session(  # noqa: PLR0913 - the facts of a pool
+        self,
+        session_id: SessionId,
+        scope: Scope | None,
+        *,
+        n_tokens: int | None,
+        label: str | None,
+        pin: bool,
+        parent: PrefixPool | None = None,
+    ) -> tuple[PrefixPool, bool]:
+        """A pool of what the slot of a session holds now; nothing is copied or computed.
+
+        Raises:
+            NotFoundError, SessionNotResidentError: no such session, or its slot is another's.
+            PoolCapacityError: no sequence id is free.
+            PrefixMismatchError: ``parent`` has nothing in common with it.
+        """
+        slot = self.plane.resident_slot(session_id, scope)
+        session = slot.session
+        assert session is not None
+        return await self.snapshot_slot(
+            slot, session, n_tokens=n_tokens, label=label, pin=pin, origin=PoolOrigin.SNAPSHOT, parent=parent
+        )
+
+    async def snapshot_slot(  # noqa: PLR0913 - the facts of a pool
+        self,
+        slot: Slot,
+        session: Session,
+        *,
+        n_tokens: int | None,
+        label: str | None,
+        pin: bool,
+        origin: PoolOrigin,
+        parent: PrefixPool | None = None,
+    ) -> tuple[PrefixPool, bool]:
+        """A pool of a slot's leading tokens, while it is the session's; see ``snapshot_session``."""
+        number = await self._with_room(self.plane.tree.reserve)
+        epoch = self._epoch
+        kept = False
+        try:
+            sample = await self.client.counters()
+            before = sample.slots[slot.slot]
+            # whose cells it holds already decides the place in the tree; else the parent that was named
+            node = self.plane.tree.node(before.pool_uid) if before.shared_tokens else None
+            if parent is not None and (node is None or not node.is_below(parent)):
+                node = parent
+            live = node is not None and node.resident
+            if slot.session is not session:
+                raise SessionNotResidentError("another conversation took the slot", param="from_session")
+            taken = await self.client.snapshot(
+                number, slot.slot, n_tokens, node.number if node and live else None
+            )
+            if slot.session is not session or self._epoch != epoch:
+                raise SessionNotResidentError("another conversation took the slot", param="from_session")
+            tokens = as_tokens(taken.tokens)
+            if parent is not None and taken.n_parent == 0:
+                raise PrefixMismatchError(
+                    f"the session and pool {parent.pool_id} have nothing in common",
+                    first_mismatch=0,
+                    parent_len=parent.prefix_len,
+                )
+            branch_pos = taken.n_parent if live else min(before.shared_tokens, len(tokens))
+            pool, kept = self.plane.adopt_snapshot(
+                number,
+                PoolUid(taken.uid),
+                tokens,
+                session.scope,
+                origin=origin,
+                label=label,
+                pin=pin,
+                now_ts=self.now_ts(),
+                parent=node,
+                branch_pos=0 if node is None else branch_pos,
+            )
+            log.info("pool_snapshot", pool_id=pool.pool_id, tokens=len(tokens), origin=origin.value, new=kept)
+            return pool, kept
+        finally:
+            if not kept and self._epoch == epoch:
+                self._spawn(self._return_number(number, epoch))
+
+    async def _return_number(self, number: PoolNumber, epoch: str) -> None:
+        """Nothing came of a reserved number; the engine may have a pool under it all the same."""
+        try:
+            if self._epoch == epoch:
+                await self.client.release(number)
+        except PolyKVError as error:
+            log.warning("pool_release_failed", number=number, reason=error.message)
+        finally:
+            if self._epoch == epoch:
+                self.plane.tree.retire(number)
+
+    async def _with_room(self, begin: Callable[[], T]) -> T:
+        """Do what needs a sequence id; pools that came by themselves and are out of use make room."""
+        while True:
+            try:
+                return begin()
+            except PoolCapacityError:
+                idle = self.plane.tree.evictable(self.now_ts(), GRACE_S)
+                if not idle:
+                    raise
+                await self.evict_pool(idle[0], flush=False)
 
     async def _give_all_back(self, pools: list[PrefixPool], done: asyncio.Future[int]) -> None:
         freed, epoch = 0, self._epoch
@@ -435,6 +682,23 @@ class Runtime:
                 freed += await self._give_back(pool, epoch)
         finally:
             done.set_result(freed)
+
+    def background(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
+        """Run something to its end whatever becomes of those who wait for it."""
+        result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+
+        async def run() -> None:
+            try:
+                result.set_result(await coroutine)
+            except PolyKVError as error:
+                result.set_exception(error)
+                result.exception()  # nobody may be waiting any more
+            finally:
+                if not result.done():
+                    result.cancel()
+
+        self._spawn(run())
+        return result
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         return self._tasks.spawn(coroutine)

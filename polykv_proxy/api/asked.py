@@ -86,6 +86,7 @@ class Asked:
     shared_prefix_tokens: int | None = None
     strict: bool = False
     cache: bool = True
+    auto_match: bool = True
     report: bool = True
     stream: bool = False
     include_usage: bool = False
@@ -128,6 +129,7 @@ def read(body: bytes, family: Family, headers: dict[str, str]) -> Asked:
         shared_prefix_tokens=ours.shared_prefix_n_tokens,
         strict=ours.strict,
         cache=ours.cache and _bytes(parsed.cache_prompt) != b"false",
+        auto_match=ours.auto_match,
         report=ours.report,
         stream=_bytes(parsed.stream) == b"true",
         include_usage=b"include_usage" in _bytes(parsed.stream_options)

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from aiohttp import web
 
 from polykv_proxy.api import views
 from polykv_proxy.api.identity import scope_of_keys
-from polykv_proxy.core.types import PoolId, Scope, as_tokens, common_prefix
-from polykv_proxy.errors import BadRequestError, NotFoundError, PolyKVError, UnavailableError
+from polykv_proxy.core.types import PoolId, Scope, SessionId, as_tokens, common_prefix
+from polykv_proxy.errors import (
+    BadRequestError,
+    ConflictError,
+    NotFoundError,
+    PolyKVError,
+    PrefixMismatchError,
+    UnavailableError,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -18,7 +25,10 @@ if TYPE_CHECKING:
     from polykv_proxy.api.guard import Guard
     from polykv_proxy.core.pools import PrefixPool
     from polykv_proxy.core.types import Tokens
+    from polykv_proxy.engine.wire import Materialized
     from polykv_proxy.runtime import Runtime
+
+R = TypeVar("R", bound="PoolRequest")
 
 MIN_POOL_TOKENS = 32
 """Below this there is nothing worth sharing."""
@@ -36,9 +46,16 @@ class PoolRequest(msgspec.Struct, forbid_unknown_fields=True):
     messages: list[dict[str, Any]] | None = None
     tools: list[Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    from_session: str | None = None
     n_tokens: int | None = None
     pin: bool = False
     label: str | None = None
+
+
+class ForkRequest(PoolRequest, forbid_unknown_fields=True):
+    """Body of ``POST /polykv/pools/{id}/fork``: the child's full prefix, and optionally where it branches."""
+
+    branch_pos: int | None = None
 
 
 class ControlApi:
@@ -63,6 +80,9 @@ class ControlApi:
         app.router.add_get("/polykv/pools/{pool_id}", self.show_pool)
         app.router.add_delete("/polykv/pools/{pool_id}", self.release_pool)
         app.router.add_post("/polykv/pools/{pool_id}/release", self.release_pool)
+        app.router.add_post("/polykv/pools/{pool_id}/fork", self.fork_pool)
+        app.router.add_post("/polykv/pools/{pool_id}/evict", self.evict_pool)
+        app.router.add_post("/polykv/pools/{pool_id}/flush", self.evict_pool)
         app.router.add_post("/polykv/pools/{pool_id}/pin", self.pin_pool)
         app.router.add_post("/polykv/pools/{pool_id}/unpin", self.pin_pool)
         app.router.add_get("/polykv/sessions", self.list_sessions)
@@ -94,18 +114,71 @@ class ControlApi:
         """``POST /polykv/pools``: 201 with a new pool, 200 with the one that holds this content already."""
         self._runtime.plane.require_pools()
         wanted = await _read(request, PoolRequest)
+        if wanted.from_session is not None:
+            return await self._create_from_session(request, wanted)
         tokens, full = await self._prefix(wanted)
-        if wanted.n_tokens is not None:
-            if wanted.n_tokens < 1:
-                raise BadRequestError("n_tokens must be positive", param="n_tokens")
-            tokens = tokens[: wanted.n_tokens]
         pool, created, work = await self._runtime.create_pool(
-            tokens, self._scope(request), label=wanted.label, pin=wanted.pin
+            _capped(tokens, wanted), self._scope(request), label=wanted.label, pin=wanted.pin
         )
+        return self._created(pool, created, work, full)
+
+    async def fork_pool(self, request: web.Request) -> web.Response:
+        """``POST /polykv/pools/{id}/fork``: a child whose first D tokens are the parent's cells."""
+        parent = self._pool(request)
+        wanted = await _read(request, ForkRequest)
+        if wanted.from_session is not None:
+            return await self._create_from_session(request, wanted, parent)
+        tokens, full = await self._prefix(wanted)
+        tokens = _capped(tokens, wanted)
+        try:
+            branch_pos = self._runtime.plane.branch_point(parent, tokens, wanted.branch_pos)
+        except PrefixMismatchError as error:
+            await self._spell_out(error)
+            raise
+        resident = parent if parent.resident else await self._runtime.ensure_resident(parent)
+        if resident is None:
+            raise ConflictError(
+                f"pool {parent.pool_id} is {parent.state.value}; create it again", code="pool_lost"
+            )
+        pool, created, work = await self._runtime.create_pool(
+            tokens, parent.scope, label=wanted.label, pin=wanted.pin, parent=resident, branch_pos=branch_pos
+        )
+        return self._created(pool, created, work, full)
+
+    async def _spell_out(self, error: PrefixMismatchError) -> None:
+        """Add the text of the tokens that differ: the form in which people can debug it."""
+        for kind in ("expected", "got"):
+            token = error.details.get(f"{kind}_token")
+            if isinstance(token, int):
+                error.details[f"{kind}_text"] = await self._runtime.client.detokenize(token)
+
+    async def _create_from_session(
+        self, request: web.Request, wanted: PoolRequest, parent: PrefixPool | None = None
+    ) -> web.Response:
+        if any(getattr(wanted, name) is not None for name in ("tokens", "prompt", "messages")):
+            raise BadRequestError(
+                "from_session stands alone: it says what the pool holds", param="from_session"
+            )
+        assert wanted.from_session is not None
+        pool, created = await self._runtime.snapshot_session(
+            SessionId(wanted.from_session),
+            self._sees(request),
+            n_tokens=wanted.n_tokens,
+            label=wanted.label,
+            pin=wanted.pin,
+            parent=parent,
+        )
+        return self._created(pool, created, None, None)
+
+    @staticmethod
+    def _created(
+        pool: PrefixPool, created: bool, work: Materialized | None, full: Tokens | None
+    ) -> web.Response:
+        parent = pool.parent if pool.parent is not None and not pool.parent.released else None
         answer: dict[str, Any] = {
             "pool_id": pool.pool_id,
             "prefix_len": pool.prefix_len,
-            "parent": None if pool.parent is None else pool.parent.pool_id,
+            "parent": None if parent is None else parent.pool_id,
             "branch_pos": pool.branch_pos,
             "created": created,
             "pinned": pool.pinned,
@@ -123,7 +196,8 @@ class ControlApi:
         given = [name for name in ("tokens", "prompt", "messages") if getattr(wanted, name) is not None]
         if len(given) != 1:
             raise BadRequestError(
-                "give exactly one of tokens, prompt and messages", param=(given or ["tokens"])[0]
+                "give exactly one of tokens, prompt, messages and from_session",
+                param=(given or ["tokens"])[0],
             )
         if wanted.messages is not None:
             return await self._poolable_prefix(wanted)
@@ -198,6 +272,29 @@ class ControlApi:
         pool.pinned = request.path.endswith("/pin")
         return _json({"pool_id": pool.pool_id, "pinned": pool.pinned})
 
+    async def evict_pool(self, request: web.Request) -> web.Response:
+        """``POST /polykv/pools/{id}/evict`` and ``/flush``: cells go, ids and tokens stay."""
+        pool = self._pool(request)
+        flush = request.path.endswith("/flush")
+        gone, freed = await self._runtime.evict_pool(pool, flush=flush)
+        return await self._freed(pool, "evicted", gone, freed)
+
+    async def _freed(self, pool: PrefixPool, verb: str, gone: list[PrefixPool], freed: int) -> web.Response:
+        """What a release or an eviction gave back, and what still holds the rest."""
+        await self._runtime.sample(max_age_s=0.0)
+        owned = self._runtime.plane.ownership
+        names = {each.pool_id for each in gone}
+        still = [] if owned is None else [rest for rest in owned.draining if rest.pool_id in names]
+        return _json(
+            {
+                "pool_id": pool.pool_id,
+                verb: [each.pool_id for each in gone],
+                "cells_freed": freed,
+                "cells_draining": sum(rest.cells for rest in still),
+                "holders": sum(rest.holders for rest in still),
+            }
+        )
+
     async def release_pool(self, request: web.Request) -> web.Response:
         """``DELETE /polykv/pools/{id}`` and ``POST …/release``; again is no error."""
         self._runtime.plane.require_pools()
@@ -209,19 +306,7 @@ class ControlApi:
             raise NotFoundError(f"pool {pool_id} does not exist", code="pool_not_found", param="pool_id")
         recursive = request.query.get("recursive") in ("1", "true")
         gone, freed = await self._runtime.release_pool(pool, recursive=recursive)
-        await self._runtime.sample(max_age_s=0.0)
-        owned = self._runtime.plane.ownership
-        names = {each.pool_id for each in gone}
-        still = [] if owned is None else [rest for rest in owned.draining if rest.pool_id in names]
-        return _json(
-            {
-                "pool_id": pool_id,
-                "released": [each.pool_id for each in gone],
-                "cells_freed": freed,
-                "cells_draining": sum(rest.cells for rest in still),
-                "holders": sum(rest.holders for rest in still),
-            }
-        )
+        return await self._freed(pool, "released", gone, freed)
 
     # -- sessions, tokens --------------------------------------------------------------------------------
 
@@ -263,7 +348,15 @@ class ControlApi:
         return self._runtime.plane.need_pool(PoolId(request.match_info["pool_id"]), self._sees(request))
 
 
-async def _read(request: web.Request, kind: type[PoolRequest]) -> PoolRequest:
+def _capped(tokens: Tokens, wanted: PoolRequest) -> Tokens:
+    if wanted.n_tokens is None:
+        return tokens
+    if wanted.n_tokens < 1:
+        raise BadRequestError("n_tokens must be positive", param="n_tokens")
+    return tokens[: wanted.n_tokens]
+
+
+async def _read(request: web.Request, kind: type[R]) -> R:
     raw = await request.read()
     try:
         return msgspec.json.decode(raw, type=kind)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 from time import monotonic
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 import structlog
@@ -22,11 +22,13 @@ from polykv_proxy.api.answer import AnswerReader
 from polykv_proxy.api.hold import Hold
 from polykv_proxy.api.identity import OUR_HEADER_PREFIX, our_headers, scope_of, session_name, without_ours
 from polykv_proxy.core.slots import Ask, Content
-from polykv_proxy.core.types import Capability, PoolId
+from polykv_proxy.core.types import Capability, PoolId, PoolState
 from polykv_proxy.edge.relay import RelayResult, relay, relay_into_open_stream
 from polykv_proxy.errors import EngineGoneError, PolyKVError, SaturatedError, UnavailableError
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
     from polykv_proxy.api.answer import Usage
     from polykv_proxy.api.asked import Asked
     from polykv_proxy.api.families import Family
@@ -41,7 +43,16 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
+T = TypeVar("T")
+
 ERROR_BODY_BYTES = 1024 * 1024
+
+
+MAX_LOOKS = 8
+"""Times a request looks for somebody to share with before it runs on what there is."""
+
+MIN_MATCH_BYTES = 256
+"""A body below this cannot hold a prompt that is worth a match."""
 
 
 class _ErrorBody(msgspec.Struct):
@@ -58,6 +69,8 @@ class _Work:
     scope: Scope
     hold: Hold
     plan: AttachPlan | None = None
+    tokens: Tokens | None = None
+    """Exact tokens of the prompt, where they were asked for."""
     pool_unknown: bool = False
     lease: Lease | None = None
 
@@ -114,6 +127,8 @@ class Inference:
         content, clean = Content.OLD, True
         try:
             work.lease = pending.lease or await work.hold.until(pending.wait, self._waited_too_long)
+            if asked.pool_id is None:
+                await self._find_pool(work)
             self._look_again(work)
             clean = False
             response = await self._send(work)
@@ -144,10 +159,13 @@ class Inference:
         if not plane.serving:
             await work.hold.until(self._serving, self._waited_too_long)
         pool = plane.find_pool(pool_id, work.scope)
+        if pool is not None and pool.state in (PoolState.EVICTED, PoolState.MATERIALIZING):
+            going = self._runtime.background(self._runtime.ensure_resident(pool))
+            pool = (await work.hold.until(_patience(going), self._waited_too_long))[0]
         if pool is None or not pool.resident or plane.capability is not Capability.ZERO_COPY:
             work.pool_unknown = True
             return
-        tokens = await self._tokens(work)
+        tokens = work.tokens = await self._tokens(work)
         if tokens is None:
             return
         work.plan = plane.plan_attach(
@@ -156,6 +174,44 @@ class Inference:
             cap=work.asked.shared_prefix_tokens,
             strict=work.asked.strict,
             now_ts=self._runtime.now_ts(),
+        )
+
+    async def _find_pool(self, work: _Work) -> None:
+        """A request that names no pool: attach it to the longest match, or share with who computes the same.
+
+        1. It continues what its slot holds, or is too short to gain anything: nothing to do.
+        2. Another conversation has much more in common with it than any pool: that part becomes a pool, as
+           soon as the other has passed it; then look again.
+        3. The pool that holds most of it, if that is enough.
+        """
+        plane, lease = self._runtime.plane, work.lease
+        assert lease is not None
+        if not self._may_match(work) or lease.continues:  # 1
+            return
+        tokens = work.tokens = await self._tokens(work)
+        if tokens is None or len(tokens) < plane.policy.min_match_tokens:
+            return
+        for _ in range(MAX_LOOKS):
+            found = plane.match(tokens, work.scope, now_ts=self._runtime.now_ts())
+            leader = plane.shareable(tokens, lease, 0 if found is None else found.matched)
+            if leader is None:
+                break
+            slot, common = leader
+            going = self._runtime.background(self._runtime.share_from(slot, common))
+            if not (await work.hold.until(_patience(going), self._waited_too_long))[0]:
+                break  # 2: it was not to be
+        work.plan = plane.match(tokens, work.scope, now_ts=self._runtime.now_ts())  # 3
+
+    def _may_match(self, work: _Work) -> bool:
+        plane, asked = self._runtime.plane, work.asked
+        return (
+            plane.policy.auto_match
+            and plane.capability is Capability.ZERO_COPY
+            and work.family.pooled
+            and asked.cache
+            and asked.auto_match
+            and not asked.many_prompts
+            and len(asked.body) >= MIN_MATCH_BYTES
         )
 
     def _look_again(self, work: _Work) -> None:
@@ -167,11 +223,14 @@ class Inference:
         assert work.lease is not None
         if work.lease.ended:
             raise EngineGoneError("the engine was restarted")
+        if work.tokens is not None:
+            self._runtime.plane.on_prompt(work.lease, work.tokens)
         if work.plan is None:
             return
         pool = work.plan.pool
         if not pool.resident or self._runtime.plane.find_pool(pool.pool_id, work.scope) is not pool:
-            work.plan, work.pool_unknown = None, True  # its number may be another pool's by now
+            # its number may be another pool's by now
+            work.plan, work.pool_unknown = None, work.asked.pool_id is not None
 
     async def _serving(self, timeout_s: float) -> bool | None:
         try:
@@ -205,6 +264,7 @@ class Inference:
             if work.plan is not None and work.plan.tokens:
                 attach = b"%d:%d" % (work.plan.pool.number, work.plan.tokens)
                 headers.append((b"X-PolyKV-Attach", attach))
+                self._runtime.plane.on_dispatch(lease, work.plan)
         elif work.asked.ignored_slot:
             body = asking.without(body, ("id_slot",))  # nothing overrides it on an engine without the patch
         return await self._upstream.send(
@@ -332,3 +392,16 @@ class Inference:
         if work.asked.ignored_slot:
             block["id_slot_ignored"] = True
         return block
+
+
+def _patience(going: asyncio.Future[T]) -> Callable[[float], Awaitable[tuple[T] | None]]:
+    """A wait for an outcome: None while there is none."""
+
+    async def wait(timeout_s: float) -> tuple[T] | None:
+        try:
+            async with asyncio.timeout(timeout_s):
+                return (await asyncio.shield(going),)
+        except TimeoutError:
+            return None
+
+    return wait

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from polykv_proxy.core.slots import Session
     from polykv_proxy.core.types import Scope
 
-FEATURES = ("polykv_pools_v1",)
+FEATURES = ("polykv_pools_v1", "polykv_fork_v1", "polykv_snapshot_v1", "polykv_auto_match_v1")
 """Named features; clients branch on these, never on versions."""
 
 
@@ -71,7 +71,7 @@ def pool_view(plane: ControlPlane, pool: PrefixPool) -> dict[str, Any]:
     return {
         "pool_id": pool.pool_id,
         "label": pool.label,
-        "parent": None if pool.parent is None else pool.parent.pool_id,
+        "parent": None if pool.parent is None or pool.parent.released else pool.parent.pool_id,
         "branch_pos": pool.branch_pos,
         "prefix_len": pool.prefix_len,
         "own_len": pool.own_len,

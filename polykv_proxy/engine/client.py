@@ -25,6 +25,9 @@ T = TypeVar("T")
 CONTROL_TIMEOUT_S = 5.0
 """Bound of a read that costs the engine nothing, body included."""
 
+STEP_TIMEOUT_S = 120.0
+"""Operations on cells wait for the batch that is being computed; on a small CPU that takes seconds."""
+
 TOKENIZE_TIMEOUT_S = 60.0
 """Rendering and tokenizing a megabyte takes seconds on a small machine."""
 
@@ -110,8 +113,15 @@ class EngineClient:
 
     # -- pools -----------------------------------------------------------------------------------------
 
-    async def materialize(
-        self, number: PoolNumber, tokens: Tokens, slot: SlotId, tag: int
+    async def materialize(  # noqa: PLR0913 - the parts of a pool
+        self,
+        number: PoolNumber,
+        tokens: Tokens,
+        slot: SlotId,
+        tag: int,
+        *,
+        parent: PoolNumber | None = None,
+        branch_pos: int = 0,
     ) -> wire.Materialized:
         """Compute a pool in an idle slot; takes as long as the prefill. Cancelling it stops the engine.
 
@@ -120,20 +130,53 @@ class EngineClient:
             tokens: the whole prefix.
             slot: idle; it is empty afterwards.
             tag: the counters show it for that slot.
+            parent: number of the pool that holds [0, ``branch_pos``) already.
+            branch_pos: D.
 
         Raises:
             UnavailableError: no room for it, or the engine went away.
-            BadRequestError: tokens the model does not have.
+            BadRequestError: tokens the model does not have, or that are not the parent's.
         """
-        body = msgspec.json.encode({"tokens": list(tokens), "id_slot": slot, "tag": tag})
+        wanted: dict[str, Any] = {"tokens": list(tokens), "id_slot": slot, "tag": tag}
+        if parent is not None:
+            wanted |= {"parent": parent, "n_parent": branch_pos}
         path = f"/polykv/engine/pools/{number}?action=materialize"
-        return _read(wire.read_materialized, await self._call("POST", path, body, None))
+        return _read(
+            wire.read_materialized, await self._call("POST", path, msgspec.json.encode(wanted), None)
+        )
+
+    async def snapshot(
+        self, number: PoolNumber, slot: SlotId, n_tokens: int | None, parent: PoolNumber | None
+    ) -> wire.SnapshotTaken:
+        """Make a pool of what a slot holds now; nothing is computed.
+
+        Args:
+            number: a number that no pool has.
+            slot: any slot, also one that works.
+            n_tokens: only so many leading tokens; None: all.
+            parent: number of a pool; as much as agrees with it stays its own.
+        """
+        wanted: dict[str, Any] = {"from_slot": slot}
+        if n_tokens is not None:
+            wanted["n"] = n_tokens
+        if parent is not None:
+            wanted["parent"] = parent
+        path = f"/polykv/engine/pools/{number}?action=snapshot"
+        answer = await self._call("POST", path, msgspec.json.encode(wanted), STEP_TIMEOUT_S)
+        return _read(wire.read_snapshot, answer)
+
+    async def detokenize(self, token: int) -> str:
+        """Text of one token."""
+        answer = await self._call(
+            "POST", "/detokenize", msgspec.json.encode({"tokens": [token]}), CONTROL_TIMEOUT_S
+        )
+        return str(_read(wire.read_object, answer).get("content", ""))
 
     async def release(self, number: PoolNumber) -> int:
         """Give a pool's sequence id back; returns the cells that nobody else held. 0 if it was gone."""
         try:
             answer = await self._call(
-                "POST", f"/polykv/engine/pools/{number}?action=release", b"{}", CONTROL_TIMEOUT_S
+                "POST", f"/polykv/engine/pools/{number}?action=release", b"{}", STEP_TIMEOUT_S
             )
         except NotFoundError:
             return 0
@@ -142,7 +185,7 @@ class EngineClient:
     async def cancel(self, slot: SlotId, task: int) -> None:
         """Stop a task at the end of the running step; one that is over or elsewhere is left alone."""
         path = f"/polykv/engine/slots/{slot}?action=cancel&id_task={task}"
-        await self._call("POST", path, b"{}", CONTROL_TIMEOUT_S)
+        await self._call("POST", path, b"{}", STEP_TIMEOUT_S)
 
     async def slot_action(self, slot: SlotId, query: str, body: bytes) -> tuple[int, bytes]:
         """A stock slot action (save, restore, erase) as it is; status and body."""

@@ -93,6 +93,15 @@ class Materialized(msgspec.Struct):
     timings: PoolTimings
 
 
+class SnapshotTaken(msgspec.Struct):
+    """Answer to a pool that was made of a slot."""
+
+    uid: int
+    n_parent: int
+    """Leading tokens whose cells are the parent's."""
+    tokens: list[int]
+
+
 class _Error(msgspec.Struct):
     message: str = ""
     type: str = ""
@@ -133,6 +142,7 @@ class _StockSlot(msgspec.Struct):
 _info = msgspec.json.Decoder(_Info)
 _counters = msgspec.json.Decoder(_Counters)
 _materialized = msgspec.json.Decoder(Materialized)
+_snapshot = msgspec.json.Decoder(SnapshotTaken)
 _error = msgspec.json.Decoder(_ErrorBody)
 _props = msgspec.json.Decoder(_Props)
 _freed = msgspec.json.Decoder(_Freed)
@@ -238,6 +248,11 @@ def read_tokens(body: bytes) -> Tokens:
         msgspec.ValidationError: no token ids in it; the engine lacks the patch.
     """
     return as_tokens(_token_list.decode(body).tokens)
+
+
+def read_snapshot(body: bytes) -> SnapshotTaken:
+    """Answer to a snapshot."""
+    return _snapshot.decode(body)
 
 
 def read_materialized(body: bytes) -> Materialized:

@@ -3,6 +3,7 @@
 import pytest
 
 from api.rig import CHAT, chat, until
+from polykv_proxy.api import views
 
 
 @pytest.mark.parametrize("path", ["/health", "/v1/health"])
@@ -25,7 +26,7 @@ async def test_props_have_a_member_of_ours(rig):
     document = answer.json
     ours = document.pop("opencoti")
     assert document == rig.engine.props
-    assert (ours["capability"], ours["features"]) == ("zero_copy", ["polykv_pools_v1"])
+    assert (ours["capability"], ours["features"]) == ("zero_copy", list(views.FEATURES))
     assert (ours["max_pools"], ours["engine_epoch"], ours["attach_shortfall_total"]) == (2, "epoch-1", 0)
     assert rig.engine.of("/props")[-1].header("x-polykv-slot") is None
 

@@ -86,7 +86,7 @@ def test_properties_name_what_works():
         "version": __version__,
         "capability": "zero_copy",
         "capability_reason": None,
-        "features": ["polykv_pools_v1"],
+        "features": list(views.FEATURES),
         "engine_build": "build",
         "engine_epoch": "e",
         "max_pools": 3,

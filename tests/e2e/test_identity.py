@@ -81,7 +81,7 @@ async def test_proxy_finds_the_patch_behind_a_url(patched: Path, smollm: Path, t
         bare_engine(patched, smollm, tmp_path / "engine", *args) as engine,
         serve(tmp_path, "--engine-url", engine.base) as served,
     ):
-        assert (await served.http.get("/props")).json["opencoti"]["features"] == ["polykv_pools_v1"]
+        assert "polykv_pools_v1" in (await served.http.get("/props")).json["opencoti"]["features"]
         pool = (await served.http.post("/polykv/pools", {"prompt": "word " * 60})).json
         body = {"prompt": "word " * 60 + "and more", "n_predict": 1, "pool_id": pool["pool_id"]}
         answer = (await served.http.post("/completion", body)).json
