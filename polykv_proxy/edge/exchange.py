@@ -61,7 +61,8 @@ class RequestBody:
     def __init__(self, connection: ClientConnection, head: RequestHead, framing: Body) -> None:
         self._connection = connection
         self._framing = framing
-        framing.sink = self._take
+        if not framing.done:
+            framing.sink = self._take
         self._pieces: list[bytes] = []
         self._size = 0
         self._room = BODY_BUFFER_BYTES
@@ -153,6 +154,8 @@ class RequestBody:
             FramingError: the framing is broken.
         """
         used = self._framing.feed(data)
+        if self._framing.done:
+            self._framing.sink = None  # no cycle is left for the garbage collector
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
         elif self._size > self._room and not self._framing.done:

@@ -337,7 +337,8 @@ def response_bytes(
             ``content-length`` here when the body is framed anew.
         framing: complete field lines about this connection, each with CRLF.
     """
-    hidden = HOP_BY_HOP | drop | head.connection_named()
+    named = head.connection_named()
+    hidden = HOP_BY_HOP | drop | named if drop or named else HOP_BY_HOP
     parts = [status_line(head.status, head.reason)]
     for name, value in head.headers:
         if name.lower() not in hidden:

@@ -89,18 +89,21 @@ async def relay(  # noqa: PLR0913 - one place for all that can be done to an ans
     Returns:
         What happened. A broken answer is not an exception here: the client has its share already.
     """
-    splice = _Splice(exchange, response, observer, transform, on_truncated)
     drop = frozenset(drop_headers)
     plan = _plan(exchange, response, transformed=transform is not None)
     if plan.length_goes:
         drop |= {b"content-length"}
     try:
         framing = plan.framing + exchange.start(delimited=plan.delimited)
-        splice.prefix = response_bytes(response.head, add=add_headers, drop=drop, framing=framing)
+        head = response_bytes(response.head, add=add_headers, drop=drop, framing=framing)
     except BaseException:
         response.abort()
         raise
     exchange.chunked = plan.chunked
+    if plan.raw and (body := response.take_whole(observer)) is not None:
+        return await _relay_whole(exchange, head, body, sse=_is_sse(response))
+    splice = _Splice(exchange, response, observer, transform, on_truncated)
+    splice.prefix = head
     return await splice.run(raw=plan.raw)
 
 
@@ -122,6 +125,21 @@ async def relay_into_open_stream(
         raise RuntimeError("the exchange has no open stream")
     splice = _Splice(exchange, response, observer, transform, on_truncated)
     return await splice.run(raw=exchange.chunked and response.head.chunked and transform is None)
+
+
+def _is_sse(response: UpstreamResponse) -> bool:
+    return (response.head.get(b"content-type") or b"").startswith(b"text/event-stream")
+
+
+async def _relay_whole(exchange: Exchange, head: bytes, body: bytes, *, sse: bool) -> RelayResult:
+    """Most answers that are no streams are here with their heads: one write, and done."""
+    exchange.connection.write(head + body)
+    exchange.finish()
+    now = monotonic() if body else None
+    if exchange.connection.write_paused:
+        await exchange.connection.drain()
+    events = body.count(b"\n\n") if sse else 0
+    return RelayResult(bytes=len(body), completed=True, first_byte_at=now, last_byte_at=now, events=events)
 
 
 @dataclass(slots=True, frozen=True)
@@ -198,7 +216,7 @@ class _Splice:
         self._body = response.body
         self._observer = observer
         self._transform = transform
-        self._sse = (response.head.get(b"content-type") or b"").startswith(b"text/event-stream")
+        self._sse = _is_sse(response)
         self._on_truncated = on_truncated if self._sse else None
         self._result = RelayResult()
         # The transport itself: the connection aborts us before its transport is unusable.

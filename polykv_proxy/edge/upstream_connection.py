@@ -290,11 +290,10 @@ class UpstreamConnection(asyncio.Protocol):
         self._waiter = None
         if self._upload is not None or self._lost or self.transport.get_write_buffer_size():
             self.reusable = False  # the engine answered before it had read the request
+        self._response = self.feed = None
         if not self.reusable:
-            self._stop_upload()
             self.abort()
             return
-        self._response = self.feed = None
         self.idle_until = monotonic() + self._keep_s
         self._owner.release(self)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from polykv_proxy.edge.framing import Body, FramingError
+from polykv_proxy.edge.framing import Body, FramingError, LengthBody
 from polykv_proxy.errors import EngineGoneError
 
 if TYPE_CHECKING:
@@ -81,6 +81,29 @@ class UpstreamResponse:
             self._end(self.error)
         else:
             self.resume_reading()
+
+    def take_whole(self, observer: Callable[[bytes], object] | None) -> bytes | None:
+        """The raw body, if all of it is here, framed by its length; it counts as listened to then.
+
+        Args:
+            observer: gets the payload.
+        """
+        body = self.body
+        if body.done and not self._pending:
+            self._end(None)
+            return b""
+        if not isinstance(body, LengthBody) or self._pending_bytes != body.remaining:
+            return None
+        data = self._pending[0] if len(self._pending) == 1 else b"".join(self._pending)
+        self._pending.clear()
+        body.sink = observer
+        try:
+            body.feed(data)
+        except Exception:
+            self.abort()
+            raise
+        self._end(None)
+        return data
 
     def shortcut(self, feed: Callable[[bytes], None]) -> None:
         """Let the connection call ``feed``, which must call our ``feed`` for what it does not do itself."""
@@ -196,9 +219,12 @@ class UpstreamResponse:
         self.complete = error is None
         if error is None:
             self._connection.answered()
-        if self._on_end is not None:
-            self._on_end(error)
+        on_end, self._on_end = self._on_end, None
+        self._listener = _ignore
+        self.body.sink = None  # no cycle is left for the garbage collector
+        if on_end is not None:
+            on_end(error)
 
 
 def _ignore(_data: bytes) -> None:
-    """A listener for those who want only the payload."""
+    """A listener for those who want only the payload, and for the time after the end."""

@@ -44,13 +44,11 @@ EVENT = (
 )
 CHUNK = b"%x\r\n%b\r\n" % (len(EVENT), EVENT)
 STREAM_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
-ANSWER_BODY = json.dumps(
-    {"choices": [{"message": {"content": "x" * 500}}], "timings": {"predicted_n": 8}}
-).encode()
-ANSWER = (
+ANSWERS = [  # of different lengths, as real ones are: nobody shall profit from knowing the head already
     b"HTTP/1.1 200 OK\r\nServer: llama.cpp\r\nContent-Type: application/json; charset=utf-8\r\n"
-    b"Keep-Alive: timeout=5, max=1000000\r\nContent-Length: %d\r\n\r\n%b" % (len(ANSWER_BODY), ANSWER_BODY)
-)
+    b"Keep-Alive: timeout=5, max=1000000\r\nContent-Length: %d\r\n\r\n%b" % (size, b"x" * size)
+    for size in range(400, 1400)
+]
 EVENT_INTERVAL_S = 0.04
 CONTESTANTS = ("direct", "edge", "nginx", "aiohttp")
 
@@ -75,6 +73,7 @@ class StandIn(asyncio.Protocol):
     def __init__(self) -> None:
         self.timer = None
         self.left = 0
+        self.answered = id(self) % len(ANSWERS)
 
     def connection_made(self, transport) -> None:
         """Keep the transport."""
@@ -99,7 +98,8 @@ class StandIn(asyncio.Protocol):
         elif self.path == b"/first":
             self.transport.write(STREAM_HEAD + CHUNK + b"0\r\n\r\n")
         else:
-            self.transport.write(ANSWER)
+            self.answered = (self.answered + 1) % len(ANSWERS)
+            self.transport.write(ANSWERS[self.answered])
 
     def tick(self) -> None:
         """Send one event, on time however late the last one was."""
@@ -318,7 +318,8 @@ class Caller(asyncio.Protocol):
         else:
             head, _, body = data.partition(b"\r\n\r\n")
             assert head.startswith(b"HTTP/1.1 200"), head
-            self.left = len(ANSWER_BODY) - len(body)
+            length = int(head.lower().partition(b"content-length:")[2].split(b"\r\n", 1)[0])
+            self.left = length - len(body)
         if not self.left:
             self.counter[0] += 1
             self.transport.write(self.request)

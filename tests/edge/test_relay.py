@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 
 import pytest
 
@@ -629,6 +630,40 @@ async def test_relay_that_cannot_begin(rig):
     await client.send(get())
     await client.read_message()
     await closed.wait()
+
+
+async def test_requests_leave_no_cycles(rig):
+    """What a request needed is freed when it ends, not when the garbage collector comes by."""
+    body = b"x" * 1000
+    streamed = SSE + chunk(b"data: 1\n\n") + chunk(b"data: 2\n\n") + b"0\r\n\r\n"
+    whole = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
+
+    async def conversation(peer):
+        while True:
+            message = await peer.read_message()
+            await peer.send(streamed if b"/stream" in message.first_line else whole)
+
+    upstream = await rig.server(conversation)
+    client = await rig.client(await rig.proxy(upstream, on_truncated=lambda _error: ERROR_EVENT))
+
+    async def talk():
+        for target in (b"/stream", b"/whole") * 10:
+            await client.send(post(body, target=target))
+            await client.read_message()
+
+    await talk()
+    gc.collect()
+    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        await talk()
+        gc.collect()
+        found = [thing for thing in gc.garbage if type(thing).__module__.startswith("polykv_proxy")]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+    assert found == []
 
 
 async def test_times_and_counts(rig):
