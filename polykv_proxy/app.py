@@ -32,6 +32,7 @@ from polykv_proxy.engine.client import EngineClient
 from polykv_proxy.engine.launch import spec_from
 from polykv_proxy.engine.supervisor import Supervisor
 from polykv_proxy.errors import ConfigError
+from polykv_proxy.pooling import Pooling
 from polykv_proxy.runtime import Runtime
 from polykv_proxy.telemetry import configure_logging
 
@@ -79,18 +80,19 @@ class Proxy:
             policy = PoolPolicy(**settings.pools.model_dump())
             plane = ControlPlane(max_waiting=settings.queue.max_depth, policy=policy)
             self.runtime = Runtime(plane, client, tasks)
+            pooling = Pooling(self.runtime)
             upstream = Upstream(_dial_text(process.address))
             stack.callback(upstream.close)
 
             admin = settings.admin_api_key.get_secret_value() if settings.admin_api_key else api_key
             guard = Guard(admin, (*settings.allowed_hosts, settings.listen_host))
-            control = ControlApi(self.runtime, guard, shared=settings.share_across_keys)
+            control = ControlApi(self.runtime, pooling, guard, shared=settings.share_across_keys)
             inside = await stack.enter_async_context(InProcess(control.application(settings.max_body_bytes)))
             routes = Routes(
                 self.runtime,
                 upstream,
                 inside.upstream,
-                Inference(self.runtime, upstream, settings),
+                Inference(self.runtime, pooling, upstream, settings),
                 Status(self.runtime, upstream, guard),
                 hold_s=PASS_THROUGH_HOLD_S,
             )

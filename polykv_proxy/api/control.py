@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from polykv_proxy.core.pools import PrefixPool
     from polykv_proxy.core.types import Tokens
     from polykv_proxy.engine.wire import Materialized
+    from polykv_proxy.pooling import Pooling
     from polykv_proxy.runtime import Runtime
 
 R = TypeVar("R", bound="PoolRequest")
@@ -62,13 +63,15 @@ class ControlApi:
     """The control plane's HTTP face.
 
     Args:
-        runtime: what it drives.
+        runtime: the engine's control plane.
+        pooling: what is done to pools.
         guard: who may.
         shared: whether callers with different keys share prefixes.
     """
 
-    def __init__(self, runtime: Runtime, guard: Guard, *, shared: bool) -> None:
+    def __init__(self, runtime: Runtime, pooling: Pooling, guard: Guard, *, shared: bool) -> None:
         self._runtime = runtime
+        self._pooling = pooling
         self._guard = guard
         self._shared = shared
 
@@ -117,7 +120,7 @@ class ControlApi:
         if wanted.from_session is not None:
             return await self._create_from_session(request, wanted)
         tokens, full = await self._prefix(wanted)
-        pool, created, work = await self._runtime.create_pool(
+        pool, created, work = await self._pooling.create(
             _capped(tokens, wanted), self._scope(request), label=wanted.label, pin=wanted.pin
         )
         return self._created(pool, created, work, full)
@@ -135,12 +138,12 @@ class ControlApi:
         except PrefixMismatchError as error:
             await self._spell_out(error)
             raise
-        resident = parent if parent.resident else await self._runtime.ensure_resident(parent)
+        resident = parent if parent.resident else await self._pooling.ensure_resident(parent)
         if resident is None:
             raise ConflictError(
                 f"pool {parent.pool_id} is {parent.state.value}; create it again", code="pool_lost"
             )
-        pool, created, work = await self._runtime.create_pool(
+        pool, created, work = await self._pooling.create(
             tokens, parent.scope, label=wanted.label, pin=wanted.pin, parent=resident, branch_pos=branch_pos
         )
         return self._created(pool, created, work, full)
@@ -160,7 +163,7 @@ class ControlApi:
                 "from_session stands alone: it says what the pool holds", param="from_session"
             )
         assert wanted.from_session is not None
-        pool, created = await self._runtime.snapshot_session(
+        pool, created = await self._pooling.snapshot_session(
             SessionId(wanted.from_session),
             self._sees(request),
             n_tokens=wanted.n_tokens,
@@ -276,7 +279,7 @@ class ControlApi:
         """``POST /polykv/pools/{id}/evict`` and ``/flush``: cells go, ids and tokens stay."""
         pool = self._pool(request)
         flush = request.path.endswith("/flush")
-        gone, freed = await self._runtime.evict_pool(pool, flush=flush)
+        gone, freed = await self._pooling.evict(pool, flush=flush)
         return await self._freed(pool, "evicted", gone, freed)
 
     async def _freed(self, pool: PrefixPool, verb: str, gone: list[PrefixPool], freed: int) -> web.Response:
@@ -305,7 +308,7 @@ class ControlApi:
                 return _json({"pool_id": pool_id, "already_released": True, "cells_freed": 0})
             raise NotFoundError(f"pool {pool_id} does not exist", code="pool_not_found", param="pool_id")
         recursive = request.query.get("recursive") in ("1", "true")
-        gone, freed = await self._runtime.release_pool(pool, recursive=recursive)
+        gone, freed = await self._pooling.release(pool, recursive=recursive)
         return await self._freed(pool, "released", gone, freed)
 
     # -- sessions, tokens --------------------------------------------------------------------------------

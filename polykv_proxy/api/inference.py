@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from polykv_proxy.edge.head import Headers
     from polykv_proxy.edge.upstream import Upstream
     from polykv_proxy.edge.upstream_response import UpstreamResponse
+    from polykv_proxy.pooling import Pooling
     from polykv_proxy.runtime import Runtime
 
 log = structlog.get_logger(__name__)
@@ -80,12 +81,14 @@ class Inference:
 
     Args:
         runtime: the engine's control plane.
+        pooling: what is done to pools.
         upstream: the way to the engine.
         settings: limits and queue times.
     """
 
-    def __init__(self, runtime: Runtime, upstream: Upstream, settings: Settings) -> None:
+    def __init__(self, runtime: Runtime, pooling: Pooling, upstream: Upstream, settings: Settings) -> None:
         self._runtime = runtime
+        self._pooling = pooling
         self._upstream = upstream
         self._settings = settings
 
@@ -160,7 +163,7 @@ class Inference:
             await work.hold.until(self._serving, self._waited_too_long)
         pool = plane.find_pool(pool_id, work.scope)
         if pool is not None and pool.state in (PoolState.EVICTED, PoolState.MATERIALIZING):
-            going = self._runtime.background(self._runtime.ensure_resident(pool))
+            going = self._runtime.background(self._pooling.ensure_resident(pool))
             pool = (await work.hold.until(_patience(going), self._waited_too_long))[0]
         if pool is None or not pool.resident or plane.capability is not Capability.ZERO_COPY:
             work.pool_unknown = True
@@ -197,7 +200,7 @@ class Inference:
             if leader is None:
                 break
             slot, common = leader
-            going = self._runtime.background(self._runtime.share_from(slot, common))
+            going = self._runtime.background(self._pooling.share_from(slot, common))
             if not (await work.hold.until(_patience(going), self._waited_too_long))[0]:
                 break  # 2: it was not to be
         work.plan = plane.match(tokens, work.scope, now_ts=self._runtime.now_ts())  # 3

@@ -138,17 +138,6 @@ class AttachPlan:
     """What the request and the pool have in common; P unless the client asked for less."""
 
 
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """What status documents are made of; published after every sample."""
-
-    facts: EngineFacts | None
-    capability: Capability
-    capability_reason: str | None
-    sample: EngineSample | None
-    ownership: Ownership | None
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolPolicy:
     """What happens without being asked for."""
@@ -253,10 +242,6 @@ class ControlPlane:
         self.ownership = attribute(self.tree.nodes(), sample)
         if self.ownership.dead:
             self.tree.drop_ghosts(set(self.ownership.dead))
-
-    def snapshot(self) -> Snapshot:
-        """The published picture."""
-        return Snapshot(self.facts, self.capability, self.capability_reason, self.sample, self.ownership)
 
     # -- requests ----------------------------------------------------------------------------------------
 

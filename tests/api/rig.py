@@ -18,12 +18,13 @@ from polykv_proxy.api.inference import Inference
 from polykv_proxy.api.routes import Routes, render_error
 from polykv_proxy.api.status import Status
 from polykv_proxy.config import Settings
-from polykv_proxy.core.plane import ControlPlane
+from polykv_proxy.core.plane import ControlPlane, PoolPolicy
 from polykv_proxy.edge import Edge, InProcess, Upstream
 from polykv_proxy.edge.tasks import TaskSet
 from polykv_proxy.engine.address import EngineAddress
 from polykv_proxy.engine.client import EngineClient
 from polykv_proxy.engine.state import EngineState, EngineStatus
+from polykv_proxy.pooling import Pooling
 from polykv_proxy.runtime import Runtime
 
 if TYPE_CHECKING:
@@ -117,18 +118,20 @@ class Rig:
         client = await stack.enter_async_context(EngineClient(EngineAddress.parse(self.engine.address), None))
         tasks = TaskSet()
         stack.push_async_callback(tasks.cancel, 5.0)
-        plane = ControlPlane(max_waiting=self.settings.queue.max_depth)
+        policy = PoolPolicy(**self.settings.pools.model_dump())
+        plane = ControlPlane(max_waiting=self.settings.queue.max_depth, policy=policy)
         self.runtime = Runtime(plane, client, tasks)
+        self.pooling = Pooling(self.runtime)
         upstream = Upstream(self.engine.address)
         stack.callback(upstream.close)
         guard = Guard(self._admin, self.settings.allowed_hosts)
-        control = ControlApi(self.runtime, guard, shared=self.settings.share_across_keys)
+        control = ControlApi(self.runtime, self.pooling, guard, shared=self.settings.share_across_keys)
         inside = await stack.enter_async_context(InProcess(control.application(1 << 20)))
         routes = Routes(
             self.runtime,
             upstream,
             inside.upstream,
-            Inference(self.runtime, upstream, self.settings),
+            Inference(self.runtime, self.pooling, upstream, self.settings),
             Status(self.runtime, upstream, guard),
             hold_s=self._hold_s,
         )

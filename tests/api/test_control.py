@@ -130,9 +130,9 @@ async def test_those_who_ask_for_the_same_pool_share_its_computation(rig):
     rig.engine.pool_gate.clear()
     tasks = [rig.start("/polykv/pools", POOL) for _ in range(3)]
     await until(lambda: rig.engine.running == 1)
-    await until(lambda: sum(job.waiters for job in rig.runtime._jobs.values()) == 3)
+    await until(lambda: sum(job.waiters for job in rig.pooling._jobs.values()) == 3)
     tasks.pop(0).cancel()
-    await until(lambda: sum(job.waiters for job in rig.runtime._jobs.values()) == 2)
+    await until(lambda: sum(job.waiters for job in rig.pooling._jobs.values()) == 2)
     rig.engine.pool_gate.set()
     answers = await asyncio.gather(*tasks)
     assert {answer.json["pool_id"] for answer in answers} == {next(iter(rig.runtime.plane.tree)).pool_id}

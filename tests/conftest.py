@@ -1,11 +1,10 @@
-"""A proxy in front of a fake patched engine, for one test."""
+"""Fixtures for all: a proxy in front of a fake patched engine, for one test."""
 
 from __future__ import annotations
 
 import contextlib
 
 import pytest
-
 from api.rig import Rig
 
 
