@@ -1,8 +1,8 @@
 """HTTP/1.1 bytes: the client side, the engine side, and the splice between them.
 
-``head`` and ``framing`` are pure and decide what bytes mean. ``server`` takes connections and runs one
-handler per request, which sees it as an ``Exchange``; ``upstream`` keeps connections to an engine;
-``relay`` joins the two, byte for byte; ``inproc`` makes an aiohttp application of this process just
+``head``, ``parse`` and ``framing`` are pure and decide what bytes mean. ``server`` takes connections and
+runs one handler per request, which sees it as an ``Exchange``; ``upstream`` keeps connections to an
+engine; ``relay`` joins the two, byte for byte; ``inproc`` makes an aiohttp application of this process just
 another upstream. A handler is no more than::
 
     async def handler(exchange: Exchange) -> None:

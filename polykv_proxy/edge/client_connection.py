@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, cast
 
 from polykv_proxy.edge.exchange import Exchange, RequestBody
 from polykv_proxy.edge.framing import Body, ChunkedBody, FramingError, LengthBody
-from polykv_proxy.edge.head import MalformedRequestError, parse_request_head, status_line
+from polykv_proxy.edge.head import MalformedRequestError, status_line
+from polykv_proxy.edge.parse import parse_request_head
 from polykv_proxy.errors import PolyKVError, UnavailableError
 
 if TYPE_CHECKING:

@@ -1,26 +1,21 @@
-"""Heads of HTTP/1.1 messages: parse, look up, cut what is hop-by-hop, serialise.
+"""Heads of HTTP/1.1 messages: look up, cut what is hop-by-hop, serialise.
 
-Pure: bytes in, values out; no I/O and no clock. Grammar is llhttp's business (through httptools, in its
-strict mode: no obs-fold, no bare CR or LF, no space before the colon, no repeated ``Content-Length``);
-what llhttp leaves open is decided here.
+Pure: values in, bytes out; ``parse`` makes the values. Heads are not changed once they are made.
 
-Rule 1: a head that two parsers could frame differently is refused, never repaired (RFC 9112 section 11.2).
-Rule 2: names, values and order of end-to-end fields leave as they came, byte for byte.
-Rule 3: framing fields are facts about one connection: they are read here and written anew for the next.
+Rule 1: names, values and order of end-to-end fields leave as they came, byte for byte.
+Rule 2: framing fields are facts about one connection: they are read once and written anew for the next.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from http import HTTPStatus
 from typing import TYPE_CHECKING, TypeAlias
 
-import httptools
 import msgspec
 
-from polykv_proxy.errors import BadRequestError, EngineGoneError
+from polykv_proxy.errors import BadRequestError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -47,7 +42,6 @@ HOP_BY_HOP = frozenset(
 
 _FRAMING = frozenset({b"content-length", b"transfer-encoding"})
 _REQUEST_REWRITTEN = HOP_BY_HOP | {b"content-length", b"expect"}
-_MUST_BE_SINGLE = frozenset({b"host", b"transfer-encoding"})
 _PLAIN_CONNECTION = frozenset({b"keep-alive", b"close"})
 _BODILESS_STATUS = frozenset({204, 304})
 
@@ -79,26 +73,27 @@ class Head:
     """Whether this message lets its connection go on (version and ``Connection`` considered)."""
     content_length: int | None
     chunked: bool
-    _index: dict[bytes, bytes] = field(repr=False)
+    index: dict[bytes, bytes] = field(repr=False)
+    """First values by lower-case name."""
 
     def get(self, name: bytes) -> bytes | None:
         """The first value of a field; ``name`` in lower case."""
-        return self._index.get(name)
+        return self.index.get(name)
 
     def get_text(self, name: bytes) -> str | None:
         """Like ``get``, decoded; fields are Latin-1 at worst, so this cannot fail."""
-        value = self._index.get(name)
+        value = self.index.get(name)
         return None if value is None else value.decode("latin-1")
 
     def get_all(self, name: bytes) -> list[bytes]:
         """Every value of a field in order; ``name`` in lower case."""
-        if name not in self._index:
+        if name not in self.index:
             return []
         return [value for key, value in self.headers if key.lower() == name]
 
     def connection_named(self) -> frozenset[bytes]:
         """Fields that ``Connection`` declares to be hop-by-hop, lower case (RFC 9110 section 7.6.1)."""
-        value = self._index.get(b"connection")
+        value = self.index.get(b"connection")
         if value is None or value.lower() in _PLAIN_CONNECTION:
             return frozenset()
         named = frozenset(token.strip() for token in value.lower().split(b","))
@@ -127,7 +122,7 @@ class RequestHead(Head):
     @property
     def expects_continue(self) -> bool:
         """Whether the client waits for ``100 Continue`` (ignored for HTTP/1.0, RFC 9110 section 10.1.1)."""
-        return self._index.get(b"expect", b"").lower() == b"100-continue" and not self.http_1_0
+        return self.index.get(b"expect", b"").lower() == b"100-continue" and not self.http_1_0
 
     @property
     def has_body(self) -> bool:
@@ -141,6 +136,8 @@ class ResponseHead(Head):
 
     status: int
     reason: bytes
+    wire: list[bytes] = field(repr=False)
+    """What ``response_bytes`` made of this form of head once: up to the length, and behind it."""
 
     @property
     def interim(self) -> bool:
@@ -150,149 +147,6 @@ class ResponseHead(Head):
     def bodiless(self, method: str) -> bool:
         """Whether the message ends with its head, whatever its fields say (RFC 9112 section 6.3, rule 1)."""
         return method == "HEAD" or self.status in _BODILESS_STATUS or self.status < 200
-
-
-class _Collector:
-    """Receives llhttp's callbacks for one head."""
-
-    __slots__ = ("headers", "reason", "target")
-
-    def __init__(self) -> None:
-        self.headers: list[tuple[bytes, bytes]] = []
-        self.target = b""
-        self.reason = b""
-
-    def on_url(self, url: bytes) -> None:
-        self.target += url
-
-    def on_status(self, reason: bytes) -> None:
-        self.reason += reason
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        self.headers.append((name, value.rstrip(b" \t")))
-
-    def index(self) -> dict[bytes, bytes]:
-        """First values by lower-case name; all values of ``Connection``, a list whose every member counts."""
-        index = {name.lower(): value for name, value in reversed(self.headers)}
-        if len(index) < len(self.headers) and b"connection" in index:
-            values = [value for name, value in self.headers if name.lower() == b"connection"]
-            index[b"connection"] = b",".join(values)  # RFC 9110 section 5.3
-        return index
-
-
-def parse_request_head(raw: bytes) -> RequestHead:
-    """Parse one request head.
-
-    Args:
-        raw: from the first byte of the request line to the empty line, both included.
-
-    Raises:
-        MalformedRequestError: not HTTP/1.x, or framing that is ambiguous or not supported.
-    """
-    seen = _Collector()
-    parser = httptools.HttpRequestParser(seen)
-    try:
-        parser.feed_data(raw)
-    except httptools.HttpParserUpgrade:
-        # The offer is not taken up: Upgrade is hop-by-hop, the request goes on as plain HTTP/1.1
-        # (RFC 9110 section 7.8). CONNECT ends here too and is refused below.
-        pass
-    except httptools.HttpParserError as exc:
-        raise MalformedRequestError(f"malformed HTTP request: {exc}") from None
-    method = parser.get_method().decode("ascii")
-    version = parser.get_http_version()
-    index = seen.index()
-    _check_request(seen.headers, index, method, version)
-    length = index.get(b"content-length")
-    return RequestHead(
-        headers=seen.headers,
-        http_1_0=version == "1.0",
-        keep_alive=_keep_alive(index, version),
-        content_length=None if length is None else int(length),
-        chunked=b"transfer-encoding" in index,
-        _index=index,
-        method=method,
-        target=_origin_form(seen.target),
-    )
-
-
-def _check_request(headers: Headers, index: dict[bytes, bytes], method: str, version: str) -> None:
-    """Refuse what llhttp lets pass but another parser could read differently (rule 1)."""
-    if version not in ("1.1", "1.0"):
-        raise MalformedRequestError("only HTTP/1.1 and HTTP/1.0 are spoken here", status=505)
-    if method == "CONNECT":
-        raise MalformedRequestError("CONNECT is not supported", status=501)
-    if len(index) < len(headers):
-        for single in _MUST_BE_SINGLE:
-            if sum(name.lower() == single for name, _ in headers) > 1:
-                raise MalformedRequestError("a Host or Transfer-Encoding field is repeated")
-    if version == "1.1" and b"host" not in index:
-        raise MalformedRequestError("an HTTP/1.1 request needs a Host field")  # RFC 9112 section 3.2
-    encoding = index.get(b"transfer-encoding")
-    if encoding is None:
-        return
-    if version == "1.0" or b"content-length" in index:  # RFC 9112 section 6.1
-        raise MalformedRequestError("Transfer-Encoding contradicts the version or a Content-Length")
-    if encoding.lower() != b"chunked":
-        raise MalformedRequestError("only the chunked transfer coding is supported", status=501)
-
-
-@lru_cache(maxsize=256)
-def parse_response_head(raw: bytes) -> ResponseHead:
-    """Parse one response head of the engine; equal bytes give the same object, not to be changed.
-
-    An engine repeats itself: the heads of its event streams, for one, are all alike.
-
-    Args:
-        raw: from the status line to the empty line, both included.
-
-    Raises:
-        EngineGoneError: these bytes are no HTTP/1.x response.
-    """
-    seen = _Collector()
-    parser = httptools.HttpResponseParser(seen)
-    try:
-        parser.feed_data(raw)
-    except httptools.HttpParserUpgrade as exc:
-        raise EngineGoneError("the engine switched protocols unasked", code="engine_protocol") from exc
-    except httptools.HttpParserError as exc:
-        raise EngineGoneError(f"the engine's answer is not HTTP: {exc}", code="engine_protocol") from None
-    index = seen.index()
-    encoding = index.get(b"transfer-encoding")
-    if encoding is not None and encoding.lower() != b"chunked":
-        raise EngineGoneError("the engine used an unknown transfer coding", code="engine_protocol")
-    length = index.get(b"content-length")
-    version = parser.get_http_version()
-    return ResponseHead(
-        headers=seen.headers,
-        http_1_0=version == "1.0",
-        keep_alive=_keep_alive(index, version),
-        content_length=None if length is None else int(length),
-        chunked=encoding is not None,
-        _index=index,
-        status=parser.get_status_code(),
-        reason=seen.reason,
-    )
-
-
-def _keep_alive(index: dict[bytes, bytes], version: str) -> bool:
-    """Whether the sender of a head allows its connection to persist (RFC 9112 section 9.3)."""
-    value = index.get(b"connection")
-    if value is None:
-        return version == "1.1"
-    tokens = {token.strip() for token in value.lower().split(b",")}
-    return b"close" not in tokens and (version == "1.1" or b"keep-alive" in tokens)
-
-
-def _origin_form(target: bytes) -> bytes:
-    """Reduce absolute-form to what an origin server takes (RFC 9112 section 3.2.2)."""
-    if target.startswith(b"/") or target == b"*":
-        return target
-    scheme, found, rest = target.partition(b"://")
-    if not found or scheme.lower() not in (b"http", b"https"):
-        raise MalformedRequestError("the request target must be a path")
-    slash = rest.find(b"/")
-    return b"/" if slash < 0 else rest[slash:]
 
 
 def request_bytes(
@@ -337,14 +191,32 @@ def response_bytes(
             ``content-length`` here when the body is framed anew.
         framing: complete field lines about this connection, each with CRLF.
     """
-    named = head.connection_named()
-    hidden = HOP_BY_HOP | drop | named if drop or named else HOP_BY_HOP
+    if drop:
+        before, after = _end_to_end(head, drop)
+    else:
+        if not head.wire:
+            head.wire.extend(_end_to_end(head, drop))
+        before, after = head.wire
+    length = b"" if b"content-length" in drop else head.index.get(b"content-length", b"")
+    return b"".join((before, length, after, field_lines(add), framing, b"\r\n"))
+
+
+def _end_to_end(head: ResponseHead, drop: frozenset[bytes]) -> tuple[bytes, bytes]:
+    """Status line and forwarded fields, cut where the digits of ``Content-Length`` belong."""
+    hidden = HOP_BY_HOP | drop | head.connection_named()
     parts = [status_line(head.status, head.reason)]
+    before = None
     for name, value in head.headers:
-        if name.lower() not in hidden:
+        key = name.lower()
+        if key in hidden:
+            continue
+        if key == b"content-length":
+            before = b"".join([*parts, name, b": "])
+            parts = [b"\r\n"]
+        else:
             parts += (name, b": ", value, b"\r\n")
-    parts += (field_lines(add), framing, b"\r\n")
-    return b"".join(parts)
+    rest = b"".join(parts)
+    return (rest, b"") if before is None else (before, rest)
 
 
 def field_lines(fields: Iterable[tuple[bytes, bytes]]) -> bytes:

@@ -91,7 +91,7 @@ async def relay(  # noqa: PLR0913 - one place for all that can be done to an ans
     """
     drop = frozenset(drop_headers)
     plan = _plan(exchange, response, transformed=transform is not None)
-    if plan.length_goes:
+    if plan.length_goes and response.head.content_length is not None:
         drop |= {b"content-length"}
     try:
         framing = plan.framing + exchange.start(delimited=plan.delimited)

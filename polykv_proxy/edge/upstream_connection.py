@@ -13,7 +13,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Protocol, cast
 
 from polykv_proxy.edge.framing import LAST_CHUNK, Body, ChunkedBody, LengthBody, UntilCloseBody, chunk
-from polykv_proxy.edge.head import parse_response_head
+from polykv_proxy.edge.parse import parse_response_head
 from polykv_proxy.edge.upstream_response import UpstreamResponse
 from polykv_proxy.errors import EngineGoneError
 
