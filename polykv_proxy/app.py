@@ -21,7 +21,8 @@ from polykv_proxy.api.guard import Guard
 from polykv_proxy.api.inference import Inference
 from polykv_proxy.api.routes import Routes, render_error
 from polykv_proxy.api.status import Status
-from polykv_proxy.core.plane import ControlPlane, PoolPolicy
+from polykv_proxy.core.decisions import PoolPolicy
+from polykv_proxy.core.plane import ControlPlane
 from polykv_proxy.edge.inproc import InProcess
 from polykv_proxy.edge.server import Edge
 from polykv_proxy.edge.tasks import TaskSet

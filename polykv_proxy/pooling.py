@@ -27,9 +27,10 @@ from polykv_proxy.errors import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from polykv_proxy.core.plane import Lease
+    from polykv_proxy.core.decisions import Lease
     from polykv_proxy.core.pools import PrefixPool
-    from polykv_proxy.core.slots import Session, Slot
+    from polykv_proxy.core.sessions import Session
+    from polykv_proxy.core.slots import Slot
     from polykv_proxy.core.types import SessionId, Tokens
     from polykv_proxy.engine.wire import Materialized
     from polykv_proxy.runtime import Pending, Runtime

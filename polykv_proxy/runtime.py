@@ -17,17 +17,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import structlog
 
-from polykv_proxy.core.plane import (
-    Admit,
-    AwaitIdle,
-    Command,
-    ControlPlane,
-    Lease,
-    Queue,
-    Reject,
-    Ticket,
-    WakeQueued,
-)
+from polykv_proxy.core.decisions import Admit, AwaitIdle, Command, Lease, Queue, Reject, Ticket, WakeQueued
 from polykv_proxy.core.slots import Ask, Content
 from polykv_proxy.core.types import (
     Capability,
@@ -45,6 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine
     from typing import Any
 
+    from polykv_proxy.core.plane import ControlPlane
     from polykv_proxy.core.types import EngineSample, LeaseId
     from polykv_proxy.edge.tasks import TaskSet
     from polykv_proxy.engine.client import EngineClient

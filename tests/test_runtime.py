@@ -7,7 +7,8 @@ import pytest
 from api.rig import CHAT, chat, until
 
 from polykv_proxy import runtime as runtime_module
-from polykv_proxy.core.plane import ControlPlane, WakeQueued
+from polykv_proxy.core.decisions import WakeQueued
+from polykv_proxy.core.plane import ControlPlane
 from polykv_proxy.core.slots import Ask, Content
 from polykv_proxy.core.types import Capability, PoolState, Scope, as_tokens
 from polykv_proxy.edge.tasks import TaskSet

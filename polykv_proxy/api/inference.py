@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from polykv_proxy.api.asked import Asked
     from polykv_proxy.api.families import Family
     from polykv_proxy.config import Settings
-    from polykv_proxy.core.plane import AttachPlan, Lease
+    from polykv_proxy.core.decisions import AttachPlan, Lease
     from polykv_proxy.core.types import Scope, Tokens
     from polykv_proxy.edge.exchange import Exchange
     from polykv_proxy.edge.head import Headers

@@ -10,7 +10,7 @@ from polykv_proxy.core.types import Capability
 if TYPE_CHECKING:
     from polykv_proxy.core.plane import ControlPlane
     from polykv_proxy.core.pools import PrefixPool
-    from polykv_proxy.core.slots import Session
+    from polykv_proxy.core.sessions import Session
     from polykv_proxy.core.types import Scope
 
 FEATURES = ("polykv_pools_v1", "polykv_fork_v1", "polykv_snapshot_v1", "polykv_auto_match_v1")
@@ -23,7 +23,7 @@ def pools(plane: ControlPlane, scope: Scope | None) -> dict[str, Any]:
     facts, sample, owned = plane.facts, plane.sample, plane.ownership
     named = {
         session.slot: session.session_id
-        for session in plane.sessions()
+        for session in plane.sessions
         if session.slot is not None and scope in (None, session.scope)
     }
     ours = {node.pool_id for node in plane.tree.nodes() if scope in (None, node.scope)}
@@ -66,7 +66,7 @@ def pool_view(plane: ControlPlane, pool: PrefixPool) -> dict[str, Any]:
     cells = {} if plane.ownership is None else plane.ownership.own
     cell_bytes = None if plane.facts is None else plane.facts.bytes_per_cell
     children = [child.pool_id for child in pool.children if not child.released]
-    attached = [session for session in plane.sessions() if session.pool == pool.pool_id]
+    attached = [session for session in plane.sessions if session.pool == pool.pool_id]
     resident = [session for session in attached if session.slot is not None]
     return {
         "pool_id": pool.pool_id,
@@ -91,7 +91,7 @@ def pool_view(plane: ControlPlane, pool: PrefixPool) -> dict[str, Any]:
 
 def sessions(plane: ControlPlane, scope: Scope | None) -> dict[str, Any]:
     """Every session that ``scope`` may see, most recently used first."""
-    seen = [session for session in plane.sessions() if scope in (None, session.scope)]
+    seen = [session for session in plane.sessions if scope in (None, session.scope)]
     return {"sessions": [_session(plane, session) for session in reversed(seen)]}
 
 

@@ -11,12 +11,25 @@ Rule 5: what the engine reports corrects what was assumed. A new epoch means tha
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 from polykv_proxy.core.accounting import attribute
+from polykv_proxy.core.decisions import (
+    Admit,
+    AttachPlan,
+    AwaitIdle,
+    Command,
+    Decision,
+    Lease,
+    PoolPolicy,
+    Queue,
+    Reject,
+    Ticket,
+    WakeQueued,
+)
 from polykv_proxy.core.pools import PoolTree, PrefixPool, pool_id_of
-from polykv_proxy.core.slots import Ask, Content, Placement, Session, SlotBoard
+from polykv_proxy.core.sessions import SessionBook
+from polykv_proxy.core.slots import Ask, Content, Placement, SlotBoard
 from polykv_proxy.core.types import (
     Capability,
     LeaseId,
@@ -35,9 +48,8 @@ from polykv_proxy.errors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from polykv_proxy.core.accounting import Ownership
+    from polykv_proxy.core.sessions import Session
     from polykv_proxy.core.slots import Slot
     from polykv_proxy.core.types import (
         EngineFacts,
@@ -46,114 +58,8 @@ if TYPE_CHECKING:
         PoolNumber,
         PoolUid,
         Scope,
-        SlotId,
         Tokens,
     )
-
-SESSION_IDLE_S = 300.0
-"""Seconds without a request after which a session is over."""
-
-MAX_SESSIONS = 10_000
-"""Sessions remembered at once, oldest forgotten first."""
-
-
-@dataclass(slots=True, eq=False)
-class Lease:
-    """A request's hold on its slots."""
-
-    lease_id: LeaseId
-    slots: tuple[SlotId, ...]
-    session: Session | None
-    continues: bool
-    """Whether its slot held the conversation's earlier state."""
-    granted_at: float
-    ended: bool = False
-    pool: PrefixPool | None = None
-    """The pool its request runs on."""
-
-
-@dataclass(slots=True, eq=False)
-class Ticket:
-    """A request that waits for slots."""
-
-    ask: Ask
-    conversation: bool
-    since: float
-    since_ts: float
-    lease: Lease | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Admit:
-    """Go on with this lease."""
-
-    lease: Lease
-
-
-@dataclass(frozen=True, slots=True)
-class Queue:
-    """Wait; the ticket's owner is woken by ``WakeQueued``."""
-
-    ticket: Ticket
-
-
-@dataclass(frozen=True, slots=True)
-class Reject:
-    """No, before anything was sent."""
-
-    code: str
-    message: str
-
-
-Decision: TypeAlias = "Admit | Queue | Reject"
-
-
-@dataclass(frozen=True, slots=True)
-class WakeQueued:
-    """Tell a waiting request that its ticket has a lease now."""
-
-    ticket: Ticket
-
-
-@dataclass(frozen=True, slots=True)
-class AwaitIdle:
-    """Wait for what a request left running, then report ``on_slots_idle``."""
-
-    lease: Lease
-    stop: bool
-    """Whether to stop it; a resumable stream runs on without its client."""
-
-
-Command: TypeAlias = "WakeQueued | AwaitIdle"
-
-
-@dataclass(frozen=True, slots=True)
-class AttachPlan:
-    """How a request will use a pool."""
-
-    pool: PrefixPool
-    tokens: int
-    """P: leading tokens to attach, as far as is known before it runs."""
-    matched: int
-    """What the request and the pool have in common; P unless the client asked for less."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolPolicy:
-    """What happens without being asked for."""
-
-    auto_match: bool = True
-    """Requests that name no pool are attached to the one that holds most of their prompt."""
-    auto_pools: bool = True
-    """A prefix that a second conversation shares becomes a pool."""
-    min_match_tokens: int = 32
-    """Tokens below which a match is not worth an attach."""
-    auto_min_tokens: int = 256
-    """Tokens below which a common prefix is not worth a pool."""
-    auto_gain_tokens: int = 64
-    """Tokens that a new pool must hold beyond what the best existing one does."""
-    auto_share: float = 0.5
-    """Share of the pools' sequence ids that pools which came by themselves may take, 0 to 1."""
 
 
 class ControlPlane:
@@ -179,10 +85,9 @@ class ControlPlane:
         """Attached requests that reused less than was planned."""
         self._serving = False
         self._waiting: OrderedDict[int, Ticket] = OrderedDict()
-        self._sessions: OrderedDict[SessionId, Session] = OrderedDict()
+        self.sessions = SessionBook()
         self._running: dict[LeaseId, Lease] = {}
         self._next_lease = 1
-        self._next_session = 1
 
     # -- the engine's life -------------------------------------------------------------------------------
 
@@ -224,7 +129,7 @@ class ControlPlane:
             self.tree = PoolTree(facts.max_pools)  # other KV bytes: the old ids can never be valid again
         self.tree.max_pools = facts.max_pools
         self.tree.lose_all()
-        for session in self._sessions.values():
+        for session in self.sessions:
             session.slot = None
         for lease in self._running.values():
             lease.ended = True  # its slot belongs to the dead engine
@@ -258,7 +163,9 @@ class ControlPlane:
             now_ts: epoch seconds, for the session's record.
             conversation: whether it belongs to a session (computing a pool does not).
         """
-        self._expire_sessions(now)
+        for session in self.sessions.expire(now):
+            if session.slot is not None:
+                self.board.forget(session.slot)
         if self._serving and not self._waiting:
             lease = self._grant(ask, now, now_ts, conversation=conversation)
             if lease is not None:
@@ -350,53 +257,13 @@ class ControlPlane:
     def _session_for(self, ask: Ask, placement: Placement, now: float, now_ts: float) -> Session:
         """The conversation that continues in the placed slot, else a new one under the client's name."""
         held = self.board.slots[placement.slots[0]].session
-        if held is not None and self._sessions.get(held.session_id) is not held:
-            held = None  # forgotten while a request that came to nothing had its slot
-        session = held if placement.continues and held is not None else self._idle_namesake(ask)
+        # it may have been forgotten while a request that came to nothing had its slot
+        goes_on = placement.continues and held is not None and self.sessions.holds(held)
+        session = held if goes_on else self.sessions.idle_namesake(ask.scope, ask.name)
         if session is None:
-            session = Session(self._new_session_id(ask), ask.name, ask.scope, started_ts=now_ts)
-            self._sessions[session.session_id] = session
-        self._sessions.move_to_end(session.session_id)
-        session.running = True
-        session.turns += 1
-        session.last_seen = now
+            session = self.sessions.begin(ask.scope, ask.name, now_ts)
+        self.sessions.touch(session, now)
         return session
-
-    def _idle_namesake(self, ask: Ask) -> Session | None:
-        """The client's named session whose state is resident nowhere: it goes on here."""
-        if ask.name is None:
-            return None
-        for session in reversed(self._sessions.values()):
-            if session.name == ask.name and session.scope == ask.scope:
-                return session if session.slot is None and not session.running else None
-        return None
-
-    def _new_session_id(self, ask: Ask) -> SessionId:
-        if ask.name is None:
-            name = f"auto-{self._next_session}"
-            self._next_session += 1
-        else:
-            name = ask.name
-        # ids are unique over scopes in listings: another key's session of the same name gets a suffix too
-        candidate, number = name, 1
-        while candidate in self._sessions:
-            number += 1
-            candidate = f"{name}#{number}"
-        return SessionId(candidate)
-
-    def _expire_sessions(self, now: float) -> None:
-        while self._sessions:
-            oldest = next(iter(self._sessions.values()))
-            expired = now - oldest.last_seen > SESSION_IDLE_S and oldest.slot is None
-            if oldest.running or not (expired or len(self._sessions) > MAX_SESSIONS):
-                return
-            if oldest.slot is not None:
-                self.board.forget(oldest.slot)
-            del self._sessions[oldest.session_id]
-
-    def sessions(self) -> Iterator[Session]:
-        """Sessions that are known, least recently used first."""
-        return iter(self._sessions.values())
 
     # -- pools -------------------------------------------------------------------------------------------
 
@@ -538,7 +405,7 @@ class ControlPlane:
             NotFoundError: no such session.
             SessionNotResidentError: another conversation has taken its slot.
         """
-        session = self._sessions.get(session_id)
+        session = self.sessions.get(session_id)
         if session is None or scope not in (None, session.scope):
             raise NotFoundError(
                 f"session {session_id} does not exist", code="session_not_found", param="from_session"

@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, TypeAlias
 
-from polykv_proxy.core.types import SessionId, SlotId, common_prefix
+from polykv_proxy.core.types import SlotId, common_prefix
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from polykv_proxy.core.types import LeaseId, PoolId, Scope, Tokens
+    from polykv_proxy.core.sessions import Session
+    from polykv_proxy.core.types import LeaseId, Scope, Tokens
 
 Chain: TypeAlias = tuple[int, ...]
 """Fingerprint of a conversation: one hash for what precedes the messages, one for each message, in order.
@@ -27,26 +28,6 @@ A request that continues a conversation has the earlier request's chain as a pre
 SAME_CONVERSATION_LINKS = 2
 """Common links from which a request counts as the same conversation and not as another one that merely
 shares its system prompt (the first link)."""
-
-
-@dataclass(slots=True, eq=False)
-class Session:
-    """A conversation and where its state is."""
-
-    session_id: SessionId
-    name: str | None
-    """What the client called it; several concurrent conversations may share a name."""
-    scope: Scope
-    started_ts: float
-    slot: SlotId | None = None
-    """The slot that holds its KV, if one still does."""
-    pool: PoolId | None = None
-    """The pool that its last request was attached to."""
-    running: bool = False
-    turns: int = 0
-    last_seen: float = 0.0
-    ttft_s: float | None = None
-    """Of the last answer: arrival at the proxy to first byte relayed."""
 
 
 class Content(Enum):

@@ -18,7 +18,8 @@ from polykv_proxy.api.inference import Inference
 from polykv_proxy.api.routes import Routes, render_error
 from polykv_proxy.api.status import Status
 from polykv_proxy.config import Settings
-from polykv_proxy.core.plane import ControlPlane, PoolPolicy
+from polykv_proxy.core.decisions import PoolPolicy
+from polykv_proxy.core.plane import ControlPlane
 from polykv_proxy.edge import Edge, InProcess, Upstream
 from polykv_proxy.edge.tasks import TaskSet
 from polykv_proxy.engine.address import EngineAddress

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from polykv_proxy.api.identity import our_headers, scope_of, scope_of_keys, session_name, without_ours
-from polykv_proxy.edge.head import parse_request_head
+from polykv_proxy.edge.parse import parse_request_head
 
 
 def head(*fields):

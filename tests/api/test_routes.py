@@ -6,7 +6,7 @@ import pytest
 
 from api.rig import CHAT, chat, until
 from polykv_proxy.api.routes import engine_path, render_error
-from polykv_proxy.edge.head import parse_request_head
+from polykv_proxy.edge.parse import parse_request_head
 from polykv_proxy.errors import BadRequestError
 
 ENGINE_PATHS = [

@@ -5,16 +5,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from polykv_proxy.core import plane as plane_module
-from polykv_proxy.core.plane import (
-    Admit,
-    AttachPlan,
-    AwaitIdle,
-    ControlPlane,
-    Queue,
-    Reject,
-    WakeQueued,
-)
+from polykv_proxy.core import sessions as sessions_module
+from polykv_proxy.core.decisions import Admit, AttachPlan, AwaitIdle, Queue, Reject, WakeQueued
+from polykv_proxy.core.plane import ControlPlane
 from polykv_proxy.core.slots import Ask, Content
 from polykv_proxy.core.types import (
     Capability,
@@ -254,7 +247,7 @@ def test_a_conversation_that_ran_when_the_engine_died_goes_on_under_its_name():
     ready(plane, "e3")
     turn(plane, 8, now=10_000.0)
     turn(plane, 9, now=10_001.0)
-    assert "a" not in {session.session_id for session in plane.sessions()}
+    assert "a" not in {session.session_id for session in plane.sessions}
 
 
 def test_an_engine_without_epochs_that_came_back_smaller_is_another_one():
@@ -360,7 +353,7 @@ def test_unnamed_conversations_get_ids_that_nobody_else_has():
     named = turn(plane, 5, 6, name="auto-2")
     other = turn(plane, 7, 8)
     assert (named.session_id, other.session_id) == ("auto-2", "auto-2#2")
-    assert named in list(plane.sessions())
+    assert named in list(plane.sessions)
 
 
 def test_work_without_a_conversation_has_no_session():
@@ -370,7 +363,7 @@ def test_work_without_a_conversation_has_no_session():
     plane.on_first_byte(lease, 1.0)
     finish(plane, lease)
     assert lease.session is None
-    assert list(plane.sessions()) == []
+    assert list(plane.sessions) == []
 
 
 def test_sessions_end_when_they_are_idle_and_resident_nowhere():
@@ -379,7 +372,7 @@ def test_sessions_end_when_they_are_idle_and_resident_nowhere():
     turn(plane, 1, 2, name="a", now=1.0)
     turn(plane, 8, 9, name="b", now=2.0)
     admitted(plane, 8, 9, 10, name="b", now=1000.0)
-    assert [session.session_id for session in plane.sessions()] == ["b"]
+    assert [session.session_id for session in plane.sessions] == ["b"]
 
 
 def test_a_session_forgotten_during_a_refused_request_starts_anew():
@@ -388,28 +381,28 @@ def test_a_session_forgotten_during_a_refused_request_starts_anew():
     mine = turn(plane, 1, 2, name="a", now=1.0)
     refused = admitted(plane, 8, 9, name="b", now=500.0)
     request(plane, 5, name="c", now=501.0)  # ends the session of "a"
-    assert mine not in list(plane.sessions())
+    assert mine not in list(plane.sessions)
     commands = finish(plane, refused, now=502.0, content=Content.OLD)
     plane.on_gave_up(commands[0].ticket, 503.0)
     lease = admitted(plane, 1, 2, 3, name="a", now=504.0)
     assert lease.continues
     assert lease.session is not mine
-    assert lease.session in list(plane.sessions())
+    assert lease.session in list(plane.sessions)
 
 
 def test_sessions_are_bounded(monkeypatch):
     """The oldest is forgotten, with what its slot holds, but never one that runs."""
-    monkeypatch.setattr(plane_module, "MAX_SESSIONS", 1)
+    monkeypatch.setattr(sessions_module, "MAX_SESSIONS", 1)
     plane = serving(slots=4)
     old = turn(plane, 1, 2, name="a")
     turn(plane, 3, 4, name="b")
     running = admitted(plane, 5, 6, name="c")
-    assert [session.session_id for session in plane.sessions()] == ["b", "c"]
+    assert [session.session_id for session in plane.sessions] == ["b", "c"]
     assert old.slot is None
     assert plane.board.slots[0].chain == ()
     finish(plane, admitted(plane, 7, 8, name="d"))
     admitted(plane, 7, 8, name="e")
-    assert running.session in list(plane.sessions())
+    assert running.session in list(plane.sessions)
 
 
 # -- pools ------------------------------------------------------------------------------------------------
@@ -677,10 +670,10 @@ class PlaneUnderFire(RuleBasedStateMachine):
         """Board and sessions agree, and ids are unique."""
         held = [(slot.session, slot.slot) for slot in self.plane.board if slot.session is not None]
         assert all(session.slot == number for session, number in held)
-        for session in self.plane.sessions():
+        for session in self.plane.sessions:
             if session.slot is not None:
                 assert self.plane.board.slots[session.slot].session is session
-        ids = [session.session_id for session in self.plane.sessions()]
+        ids = [session.session_id for session in self.plane.sessions]
         assert len(ids) == len(set(ids))
 
     @invariant()
@@ -703,7 +696,7 @@ class PlaneUnderFire(RuleBasedStateMachine):
             while self.leaving:
                 self.obey(self.plane.on_slots_idle(self.leaving.pop(), self.now, Content.NEW))
         assert self.plane.board.idle_count == self.slots
-        assert not any(session.running for session in self.plane.sessions())
+        assert not any(session.running for session in self.plane.sessions)
 
 
 TestPlaneUnderFire = PlaneUnderFire.TestCase

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polykv_proxy.core.slots import Ask, Content, Placement, Session, SlotBoard, common_links
+from polykv_proxy.core.sessions import Session
+from polykv_proxy.core.slots import Ask, Content, Placement, SlotBoard, common_links
 from polykv_proxy.core.types import LeaseId, Scope, SessionId, SlotId
 
 SCOPE = Scope("s")

@@ -1,0 +1,111 @@
+"""What the control plane decides, as values: leases and tickets, outcomes, commands, plans, policy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    from polykv_proxy.core.pools import PrefixPool
+    from polykv_proxy.core.sessions import Session
+    from polykv_proxy.core.slots import Ask
+    from polykv_proxy.core.types import LeaseId, SlotId
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """A request's hold on its slots."""
+
+    lease_id: LeaseId
+    slots: tuple[SlotId, ...]
+    session: Session | None
+    continues: bool
+    """Whether its slot held the conversation's earlier state."""
+    granted_at: float
+    ended: bool = False
+    pool: PrefixPool | None = None
+    """The pool its request runs on."""
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """A request that waits for slots."""
+
+    ask: Ask
+    conversation: bool
+    since: float
+    since_ts: float
+    lease: Lease | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Admit:
+    """Go on with this lease."""
+
+    lease: Lease
+
+
+@dataclass(frozen=True, slots=True)
+class Queue:
+    """Wait; the ticket's owner is woken by ``WakeQueued``."""
+
+    ticket: Ticket
+
+
+@dataclass(frozen=True, slots=True)
+class Reject:
+    """No, before anything was sent."""
+
+    code: str
+    message: str
+
+
+Decision: TypeAlias = "Admit | Queue | Reject"
+
+
+@dataclass(frozen=True, slots=True)
+class WakeQueued:
+    """Tell a waiting request that its ticket has a lease now."""
+
+    ticket: Ticket
+
+
+@dataclass(frozen=True, slots=True)
+class AwaitIdle:
+    """Wait for what a request left running, then report ``on_slots_idle``."""
+
+    lease: Lease
+    stop: bool
+    """Whether to stop it; a resumable stream runs on without its client."""
+
+
+Command: TypeAlias = "WakeQueued | AwaitIdle"
+
+
+@dataclass(frozen=True, slots=True)
+class AttachPlan:
+    """How a request will use a pool."""
+
+    pool: PrefixPool
+    tokens: int
+    """P: leading tokens to attach, as far as is known before it runs."""
+    matched: int
+    """What the request and the pool have in common; P unless the client asked for less."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolPolicy:
+    """What happens without being asked for."""
+
+    auto_match: bool = True
+    """Requests that name no pool are attached to the one that holds most of their prompt."""
+    auto_pools: bool = True
+    """A prefix that a second conversation shares becomes a pool."""
+    min_match_tokens: int = 32
+    """Tokens below which a match is not worth an attach."""
+    auto_min_tokens: int = 256
+    """Tokens below which a common prefix is not worth a pool."""
+    auto_gain_tokens: int = 64
+    """Tokens that a new pool must hold beyond what the best existing one does."""
+    auto_share: float = 0.5
+    """Share of the pools' sequence ids that pools which came by themselves may take, 0 to 1."""

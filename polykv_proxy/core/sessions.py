@@ -1,0 +1,137 @@
+"""Sessions: client conversations, and where the state of each is.
+
+Rule 1: a name is a namespace. Coding agents send side calls and parallel sub-agents under one id, so several
+conversations may run under it; each has an id of its own.
+Rule 2: names live within a scope. Another key's session of the same name is another session.
+Rule 3: what is remembered is bounded: sessions out of use are forgotten, and beyond a number the oldest.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from polykv_proxy.core.types import SessionId
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from polykv_proxy.core.types import PoolId, Scope, SlotId
+
+SESSION_IDLE_S = 300.0
+"""Seconds without a request after which a session that no slot holds is over."""
+
+MAX_SESSIONS = 10_000
+"""Sessions remembered at once; beyond it the one that was idle for the longest time is forgotten."""
+
+EXPIRY_S = 1.0
+"""Seconds between two looks for sessions that are over."""
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """A conversation and where its state is."""
+
+    session_id: SessionId
+    name: str | None
+    """What the client called it; several concurrent conversations may share a name."""
+    scope: Scope
+    started_ts: float
+    slot: SlotId | None = None
+    """The slot that holds its KV, if one still does."""
+    pool: PoolId | None = None
+    """The pool that its last request was attached to."""
+    running: bool = False
+    turns: int = 0
+    last_seen: float = 0.0
+    ttft_s: float | None = None
+    """Of the last answer: arrival at the proxy to first byte relayed."""
+
+
+class SessionBook:
+    """All sessions of one engine, least recently used first."""
+
+    def __init__(self) -> None:
+        self._sessions: OrderedDict[SessionId, Session] = OrderedDict()
+        self._names: dict[tuple[Scope, str], list[Session]] = {}
+        self._next_auto = 1
+        self._next_expiry = 0.0
+
+    def __iter__(self) -> Iterator[Session]:
+        return iter(self._sessions.values())
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def get(self, session_id: SessionId) -> Session | None:
+        """A session by its id."""
+        return self._sessions.get(session_id)
+
+    def holds(self, session: Session) -> bool:
+        """Whether this very session is still remembered."""
+        return self._sessions.get(session.session_id) is session
+
+    def idle_namesake(self, scope: Scope, name: str | None) -> Session | None:
+        """The latest session of that name, if it is idle and resident nowhere: it can go on anywhere."""
+        if name is None:
+            return None
+        namesakes = self._names.get((scope, name))
+        if not namesakes:
+            return None
+        latest = max(namesakes, key=lambda session: session.last_seen)
+        return latest if latest.slot is None and not latest.running else None
+
+    def begin(self, scope: Scope, name: str | None, now_ts: float) -> Session:
+        """A new session; ids are unique over all scopes, since listings may show them together."""
+        if name is None:
+            wanted = f"auto-{self._next_auto}"
+            self._next_auto += 1
+        else:
+            wanted = name
+        candidate, number = wanted, 1
+        while candidate in self._sessions:
+            number += 1
+            candidate = f"{wanted}#{number}"
+        session = Session(SessionId(candidate), name, scope, started_ts=now_ts)
+        self._sessions[session.session_id] = session
+        if name is not None:
+            self._names.setdefault((scope, name), []).append(session)
+        return session
+
+    def touch(self, session: Session, now: float) -> None:
+        """A request of the session begins."""
+        self._sessions.move_to_end(session.session_id)
+        session.running = True
+        session.turns += 1
+        session.last_seen = now
+
+    def expire(self, now: float) -> list[Session]:
+        """Forget sessions that are over; returns those that a slot still held.
+
+        1. One that runs stays.
+        2. Beyond the bound the oldest goes, whatever holds it.
+        3. Out of use for long and held by no slot: it goes.
+        """
+        if now < self._next_expiry and len(self._sessions) <= MAX_SESSIONS:
+            return []
+        self._next_expiry = now + EXPIRY_S
+        resident = []
+        for session in list(self._sessions.values()):
+            crowded = len(self._sessions) > MAX_SESSIONS
+            if not crowded and now - session.last_seen <= SESSION_IDLE_S:
+                break  # all that follow were used later
+            if session.running or not (crowded or session.slot is None):
+                continue
+            self._forget(session)
+            if session.slot is not None:
+                resident.append(session)
+        return resident
+
+    def _forget(self, session: Session) -> None:
+        del self._sessions[session.session_id]
+        if session.name is not None:
+            namesakes = self._names[session.scope, session.name]
+            namesakes.remove(session)
+            if not namesakes:
+                del self._names[session.scope, session.name]
