@@ -245,11 +245,4 @@ def status_line(status: int, reason: bytes | None = None) -> bytes:
 
 def error_envelope(error: PolyKVError) -> bytes:
     """The JSON body that tells a client what went wrong, in the form OpenAI clients parse."""
-    members = {
-        "message": error.message,
-        "type": error.type,
-        "code": error.code,
-        "param": error.param,
-        **error.details,
-    }
-    return msgspec.json.encode({"error": members})
+    return msgspec.json.encode({"error": error.members})

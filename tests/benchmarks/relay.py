@@ -20,6 +20,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import platform
 import shutil
@@ -50,7 +51,7 @@ ANSWERS = [  # of different lengths, as real ones are: nobody shall profit from 
     for size in range(400, 1400)
 ]
 EVENT_INTERVAL_S = 0.04
-CONTESTANTS = ("direct", "edge", "nginx", "aiohttp")
+CONTESTANTS = ("direct", "edge", "proxy", "nginx", "aiohttp")
 
 
 def request(path: str, *, stream: bool) -> bytes:
@@ -67,8 +68,25 @@ def request(path: str, *, stream: bool) -> bytes:
 # -- the stand-in engine ----------------------------------------------------------------------------------
 
 
+def status_answer(path: bytes) -> bytes:
+    """What the whole proxy asks an engine when it meets it: one without the patch, with many slots."""
+    documents = {
+        b"/health": {"status": "ok"},
+        b"/props": {"total_slots": 512, "default_generation_settings": {"n_ctx": 4096}},
+        b"/v1/models": {"data": []},
+        b"/slots": [],
+    }
+    status = b"200 OK" if path in documents else b"404 Not Found"
+    body = json.dumps(documents.get(path, {})).encode()
+    head = b"HTTP/1.1 %b\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % (
+        status,
+        len(body),
+    )
+    return head + body
+
+
 class StandIn(asyncio.Protocol):
-    """Answers /stream with events at a fixed pace, /first with one event, anything else with JSON."""
+    """Answers ``?stream`` with events at a fixed pace, ``?first`` with one event, other posts with JSON."""
 
     def __init__(self) -> None:
         self.timer = None
@@ -84,6 +102,9 @@ class StandIn(asyncio.Protocol):
         """Each request fits into one read, or the rest of its body is skipped by its length."""
         if self.left:
             self.left -= len(data)
+        elif data.startswith(b"GET"):
+            self.transport.write(status_answer(data.split(b" ", 2)[1]))
+            return
         else:
             head, _, body = data.partition(b"\r\n\r\n")
             length = int(head.lower().partition(b"content-length:")[2].split(b"\r\n", 1)[0])
@@ -91,11 +112,11 @@ class StandIn(asyncio.Protocol):
             self.path = head.split(b" ", 2)[1]
         if self.left:
             return
-        if self.path == b"/stream":
+        if self.path.endswith(b"?stream"):
             self.transport.write(STREAM_HEAD + CHUNK)
             self.at = self.loop.time()
             self.tick()
-        elif self.path == b"/first":
+        elif self.path.endswith(b"?first"):
             self.transport.write(STREAM_HEAD + CHUNK + b"0\r\n\r\n")
         else:
             self.answered = (self.answered + 1) % len(ANSWERS)
@@ -161,8 +182,26 @@ async def run_edge(args) -> None:
     await asyncio.Event().wait()
 
 
+async def run_proxy(args) -> None:
+    """The product: routes, control plane, slots and all, attached to the stand-in."""
+    from polykv_proxy.app import Proxy  # noqa: PLC0415
+    from polykv_proxy.config import EngineSettings, Settings  # noqa: PLC0415
+    from polykv_proxy.telemetry import configure_logging  # noqa: PLC0415
+
+    settings = Settings(
+        listen=f"127.0.0.1:{args.port}",
+        engine=EngineSettings(url=f"unix:{args.engine}"),
+        drain_s=0.0,
+    )
+    configure_logging(settings.log.model_copy(update={"level": "warning"}))
+    async with Proxy(settings) as proxy:
+        await proxy.runtime.serving.wait()
+        await asyncio.Event().wait()
+
+
 async def run_aiohttp(args) -> None:
     """The obvious pass-through."""
+    logging.disable()  # it complains about every client that leaves at the end of a load
     from aiohttp import ClientSession, ClientTimeout, UnixConnector, web  # noqa: PLC0415
 
     hop_by_hop = {"transfer-encoding", "content-length", "connection", "keep-alive", "host"}
@@ -182,10 +221,9 @@ async def run_aiohttp(args) -> None:
             response = web.StreamResponse(status=up.status, headers=kept)
             response.content_length = up.content_length
             await response.prepare(request)
-            with contextlib.suppress(ConnectionResetError):  # the clients leave at the end of a load
-                async for piece in up.content.iter_any():
-                    await response.write(piece)
-                await response.write_eof()
+            async for piece in up.content.iter_any():
+                await response.write(piece)
+            await response.write_eof()
             return response
 
     app = web.Application(client_max_size=1 << 24)
@@ -291,7 +329,7 @@ class Listener(asyncio.Protocol):
     def connection_made(self, transport) -> None:
         """Ask for the stream."""
         self.transport = transport
-        transport.write(request("/stream", stream=True))
+        transport.write(request("/v1/chat/completions?stream", stream=True))
 
     def data_received(self, data: bytes) -> None:
         """Count."""
@@ -348,7 +386,7 @@ async def load(target: Contestant, make, count: int, seconds: float) -> tuple[fl
 
 def ttft_ms(target: Contestant, count: int) -> float:
     """Median milliseconds from sending a request to reading its first event, one at a time."""
-    ask = request("/first", stream=True)
+    ask = request("/v1/chat/completions?first", stream=True)
     samples = []
     with socket.create_connection(("127.0.0.1", target.port), timeout=20) as sock:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -473,7 +511,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--streams", type=int, nargs="*", default=[1, 50, 200])
     parser.add_argument("--only", nargs="*", choices=CONTESTANTS, default=list(CONTESTANTS))
     parser.add_argument("--out", type=Path, default=Path("bench-results/relay.json"))
-    parser.add_argument("--role", choices=["engine", "edge", "aiohttp"], help=argparse.SUPPRESS)
+    parser.add_argument("--role", choices=["engine", "edge", "proxy", "aiohttp"], help=argparse.SUPPRESS)
     parser.add_argument("--engine", help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -483,7 +521,11 @@ def main() -> None:
     """Run one role, or the whole benchmark."""
     args = arguments()
     if args.role:
-        uvloop.run({"engine": run_engine, "edge": run_edge, "aiohttp": run_aiohttp}[args.role](args))
+        uvloop.run(
+            {"engine": run_engine, "edge": run_edge, "proxy": run_proxy, "aiohttp": run_aiohttp}[args.role](
+                args
+            )
+        )
         return
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[0]})
