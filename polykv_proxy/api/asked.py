@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from xxhash import xxh3_64_intdigest
+from xxhash import xxh3_64
 
 from polykv_proxy.api.families import Dialect
 from polykv_proxy.core.types import as_tokens
@@ -256,7 +256,18 @@ def _chain(parsed: _Body, family: Family, *, structured: bool) -> Chain:
     messages = _items(parsed.messages) + _items(parsed.input)
     first = next((at for at, message in enumerate(messages) if not _sets_the_scene(message)), len(messages))
     head = b"\0".join((family.dialect.value.encode(), system, *map(_bytes, rest), *messages[:first]))
-    return (xxh3_64_intdigest(head), *(xxh3_64_intdigest(message) for message in messages[first:]))
+    return _linked(head, messages[first:])
+
+
+def _linked(head: bytes, parts: Iterable[bytes | memoryview]) -> Chain:
+    """Hashes of a head and of everything up to each part; lengths keep parts apart."""
+    state = xxh3_64(head)
+    links = [state.intdigest()]
+    for part in parts:
+        state.update(len(part).to_bytes(8, "little"))
+        state.update(part)
+        links.append(state.intdigest())
+    return tuple(links)
 
 
 def _sets_the_scene(message: bytes) -> bool:
@@ -271,6 +282,4 @@ def _text_chain(kind: bytes, prompt: bytes) -> Chain:
     prompt = prompt.rstrip(b'"]')  # the end of a string or list is not part of what goes on
     whole = len(prompt) - len(prompt) % TEXT_LINK_BYTES
     view = memoryview(prompt)
-    links = [xxh3_64_intdigest(kind)]
-    links += [xxh3_64_intdigest(view[at : at + TEXT_LINK_BYTES]) for at in range(0, whole, TEXT_LINK_BYTES)]
-    return tuple(links)
+    return _linked(kind, (view[at : at + TEXT_LINK_BYTES] for at in range(0, whole, TEXT_LINK_BYTES)))

@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from polykv_proxy.core.types import LeaseId, Scope, Tokens
 
 Chain: TypeAlias = tuple[int, ...]
-"""Fingerprint of a conversation: one hash for what precedes the messages, one for each message, in order.
-A request that continues a conversation has the earlier request's chain as a prefix."""
+"""Fingerprint of a conversation: one link for what precedes the messages, one for each message, in order.
+Each link is a hash of everything up to it, so that two chains which share a link share all before it. A
+request that continues a conversation has the earlier request's chain as a prefix."""
 
 SAME_CONVERSATION_LINKS = 2
 """Common links from which a request counts as the same conversation and not as another one that merely
@@ -90,10 +91,19 @@ class Placement:
 
 
 class SlotBoard:
-    """All slots of one engine."""
+    """All slots of one engine.
+
+    Every question is answered from an index, so that hundreds of slots cost a request no more than four.
+    """
 
     def __init__(self, count: int) -> None:
         self.slots = [Slot(SlotId(number)) for number in range(count)]
+        self._empty: dict[SlotId, None] = dict.fromkeys(slot.slot for slot in self.slots)
+        """Idle, and hold nothing."""
+        self._held: dict[SlotId, None] = {}
+        """Idle, and hold a conversation; the one unused for the longest time first."""
+        self._links: dict[tuple[Scope, str | None, int], dict[SlotId, None]] = {}
+        """Slots by each link of what they hold."""
 
     def __iter__(self) -> Iterator[Slot]:
         return iter(self.slots)
@@ -101,7 +111,7 @@ class SlotBoard:
     @property
     def idle_count(self) -> int:
         """Slots that may be given away."""
-        return sum(slot.idle for slot in self.slots)
+        return len(self._empty) + len(self._held)
 
     def place(self, ask: Ask) -> Placement | None:
         """Find slots without taking them; None when the request has to wait.
@@ -115,32 +125,40 @@ class SlotBoard:
         if ask.only is not None:  # 1
             slot = self.slots[ask.only] if ask.only < len(self.slots) else None
             return Placement((ask.only,), continues=False) if slot is not None and slot.idle else None
-        idle = [slot for slot in self.slots if slot.idle]
         if ask.exclusive:  # 2
             chosen = tuple(slot.slot for slot in self.slots)
-            return Placement(chosen, continues=False) if len(idle) == len(self.slots) else None
-        wanted = min(ask.slots, len(self.slots))
-        if len(idle) < max(1, wanted):
+            return Placement(chosen, continues=False) if self.idle_count == len(chosen) else None
+        wanted = max(1, min(ask.slots, len(self.slots)))
+        if self.idle_count < wanted:
             return None
-        own = self._holding(ask, idle)  # 3
-        first = own or min(idle, key=lambda slot: (bool(slot.chain), slot.last_used))  # 4, 5
+        own = self._holding(ask)  # 3
+        first = next(iter(self._empty or self._held)) if own is None else own  # 4, 5
+        if wanted == 1:
+            return Placement((first,), continues=own is not None)
         # the engine gives further completions to the lowest idle slots, see get_free_slots()
-        others = tuple(slot.slot for slot in idle if slot is not first)[: wanted - 1]
-        return Placement((first.slot, *others), continues=own is not None)
+        others = [number for number in sorted((*self._empty, *self._held)) if number != first]
+        return Placement((first, *others[: wanted - 1]), continues=own is not None)
 
-    def _holding(self, ask: Ask, idle: list[Slot]) -> Slot | None:
-        best: Slot | None = None
-        best_links = 0
-        for slot in idle:
-            session = slot.session
-            if not slot.chain or session is None or session.scope != ask.scope or session.name != ask.name:
-                continue
-            links = common_links(slot.chain, ask.chain)
-            continues = links == len(slot.chain) >= SAME_CONVERSATION_LINKS
-            edits = ask.structured and links >= SAME_CONVERSATION_LINKS and 2 * links >= len(slot.chain)
-            if (continues or edits) and links > best_links:
-                best, best_links = slot, links
-        return best
+    def _holding(self, ask: Ask) -> SlotId | None:
+        """The idle slot that shares most links with the request, if it is the same conversation.
+
+        A link stands for all before it, so the deepest link that a slot holds is the whole common chain. The
+        first link alone is what many conversations begin with.
+        """
+        for depth in range(len(ask.chain), SAME_CONVERSATION_LINKS - 1, -1):
+            holders = self._links.get((ask.scope, ask.name, ask.chain[depth - 1]), ())
+            edited = None
+            for number in holders:
+                if number not in self._held:
+                    continue
+                length = len(self.slots[number].chain)
+                if length == depth:
+                    return number
+                if ask.structured and 2 * depth >= length:
+                    edited = number
+            if edited is not None:
+                return edited
+        return None
 
     def take(self, placement: Placement, lease: LeaseId, session: Session | None, ask: Ask) -> None:
         """Give the slots to a lease; conversations that lived there are no longer resident."""
@@ -148,12 +166,15 @@ class SlotBoard:
             slot = self.slots[number]
             if slot.session is not None and slot.session is not session and slot.session.slot == number:
                 slot.session.slot = None
+            self._empty.pop(number, None)
+            self._held.pop(number, None)
             slot.before = (slot.session, slot.chain)
-            slot.lease, slot.session, slot.chain = lease, None, ()
+            slot.lease = lease
+            self._hold(slot, None, ())
             if not (placement.continues and number == placement.slots[0]):
                 slot.tokens = None
         first = self.slots[placement.slots[0]]
-        first.session, first.chain = session, ask.chain
+        self._hold(first, session, ask.chain)
         if session is not None:
             session.slot = first.slot
 
@@ -164,17 +185,24 @@ class SlotBoard:
         if content is not Content.NEW:
             self.forget(number)
         if content is Content.OLD:
-            session, slot.chain = slot.before
+            session, chain = slot.before
             if session is not None and session.slot is None:
-                slot.session, session.slot = session, number
+                session.slot = number
+                self._hold(slot, session, chain)
         slot.before = (None, ())
+        self._empty.pop(number, None)
+        (self._held if slot.chain else self._empty)[number] = None
 
     def forget(self, number: SlotId) -> None:
         """The slot holds nothing of use any more."""
         slot = self.slots[number]
         if slot.session is not None and slot.session.slot == number:
             slot.session.slot = None
-        slot.session, slot.chain, slot.tokens = None, (), None
+        self._hold(slot, None, ())
+        slot.tokens = None
+        if number in self._held:
+            del self._held[number]
+            self._empty[number] = None
 
     def closest(self, tokens: Tokens, scope: Scope, *, other_than: SlotId) -> tuple[Slot, int] | None:
         """The slot of a conversation of this scope that shares most leading tokens with a prompt."""
@@ -189,10 +217,16 @@ class SlotBoard:
                 best = (slot, common)
         return best
 
-
-def common_links(a: Chain, b: Chain) -> int:
-    """Number of leading links on which both agree."""
-    for index, (one, other) in enumerate(zip(a, b, strict=False)):
-        if one != other:
-            return index
-    return min(len(a), len(b))
+    def _hold(self, slot: Slot, session: Session | None, chain: Chain) -> None:
+        """Change what a slot holds, and the index with it."""
+        if slot.session is not None:
+            scope, name = slot.session.scope, slot.session.name
+            for link in slot.chain:
+                holders = self._links[scope, name, link]
+                holders.pop(slot.slot, None)
+                if not holders:
+                    del self._links[scope, name, link]
+        slot.session, slot.chain = session, chain
+        if session is not None:
+            for link in chain:
+                self._links.setdefault((session.scope, session.name, link), {})[slot.slot] = None

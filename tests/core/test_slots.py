@@ -1,11 +1,9 @@
 """Claims about ``core.slots``: who gets which slot."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from polykv_proxy.core.sessions import Session
-from polykv_proxy.core.slots import Ask, Content, Placement, SlotBoard, common_links
+from polykv_proxy.core.slots import Ask, Content, Placement, SlotBoard
 from polykv_proxy.core.types import LeaseId, Scope, SessionId, SlotId
 
 SCOPE = Scope("s")
@@ -163,11 +161,3 @@ def test_forgetting_leaves_a_session_alone_that_lives_elsewhere():
     board.forget(SlotId(0))
     assert mine.slot == 5
     assert board.slots[0].session is None
-
-
-@given(st.lists(st.integers(0, 1), max_size=6), st.lists(st.integers(0, 1), max_size=6))
-def test_common_links_count_the_common_start(a, b):
-    """As many as agree from the first one on."""
-    links = common_links(tuple(a), tuple(b))
-    assert a[:links] == b[:links]
-    assert links == min(len(a), len(b)) or a[links] != b[links]
