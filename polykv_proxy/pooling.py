@@ -16,7 +16,9 @@ import structlog
 from polykv_proxy.core.slots import Ask, Content
 from polykv_proxy.core.types import PoolNumber, PoolOrigin, PoolState, PoolUid, Scope, as_tokens
 from polykv_proxy.errors import (
+    ConflictError,
     EngineGoneError,
+    NotFoundError,
     PolyKVError,
     PoolCapacityError,
     PrefixMismatchError,
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
     from polykv_proxy.core.pools import PrefixPool
     from polykv_proxy.core.sessions import Session
     from polykv_proxy.core.slots import Slot
-    from polykv_proxy.core.types import SessionId, Tokens
+    from polykv_proxy.core.types import SessionId, SlotId, Tokens
     from polykv_proxy.engine.wire import Materialized
     from polykv_proxy.runtime import Pending, Runtime
 
@@ -83,6 +85,7 @@ class Pooling:
         *,
         label: str | None,
         pin: bool,
+        origin: PoolOrigin = PoolOrigin.EXPLICIT,
         parent: PrefixPool | None = None,
         branch_pos: int = 0,
     ) -> tuple[PrefixPool, bool, Materialized | None]:
@@ -103,6 +106,7 @@ class Pooling:
                 label=label,
                 pin=pin,
                 now_ts=self._runtime.now_ts(),
+                origin=origin,
                 parent=parent,
                 branch_pos=branch_pos,
             )
@@ -132,6 +136,7 @@ class Pooling:
                 lease = await pending.wait(60.0)
             if lease.ended or not self._plane.is_awaited(pool):
                 raise EngineGoneError("the engine was restarted before the pool was computed")
+            await self._make_own(lease.slots[0], pool)
             clean = False
             if pool.parent is not None and not pool.parent.resident:
                 self._plane.tree.detach(pool)
@@ -168,6 +173,16 @@ class Pooling:
             self._plane.on_pool_failed(pool, retire=not clean)  # no effect on one that is resident
             if lease is not None:
                 self._runtime.finish(lease, clean=clean, content=Content.NOTHING)
+
+    async def _make_own(self, slot: SlotId, pool: PrefixPool) -> None:
+        """Empty a slot that would lend a pool cells which are neither its own nor its parent's.
+
+        The engine goes on from what a slot holds. Where that is another pool's, the new one would hold cells
+        that the tree knows nothing of.
+        """
+        held = (await self._client.counters()).slots[slot]
+        if held.shared_tokens > pool.branch_pos:
+            await self._client.slot_action(slot, "action=erase", b"{}")
 
     async def _give_back(self, pool: PrefixPool, epoch: str) -> int:
         """Release a pool in the engine if it has it; returns the cells that were freed."""
@@ -216,10 +231,12 @@ class Pooling:
         """Compute an evicted pool again, its parents first; None if it cannot be had."""
         try:
             parent = pool.parent
-            if parent is not None and parent.state is PoolState.EVICTED:
-                parent = await self.ensure_resident(parent)
+            if parent is not None and not parent.released and not parent.resident:
+                await self.ensure_resident(parent)
             if pool.state in (PoolState.EVICTED, PoolState.MATERIALIZING):
-                pool, _, _ = await self.create(pool.tokens, pool.scope, label=None, pin=False)
+                pool, _, _ = await self.create(
+                    pool.tokens, pool.scope, label=None, pin=False, origin=pool.origin
+                )
         except PolyKVError as error:
             log.info("pool_not_revived", pool_id=pool.pool_id, reason=error.message)
             return None
@@ -321,49 +338,87 @@ class Pooling:
         parent: PrefixPool | None = None,
     ) -> tuple[PrefixPool, bool]:
         """A pool of a slot's leading tokens, while it is the session's; see ``snapshot_session``."""
-        number = await self._with_room(self._plane.tree.reserve)
-        epoch = self._runtime.epoch
+
+        async def go() -> tuple[PrefixPool, bool]:
+            return await self._snapshot(
+                slot, session, n_tokens=n_tokens, label=label, pin=pin, origin=origin, parent=parent
+            )
+
+        # to the end whoever leaves: the slot lives on a pool that has to be known from then on
+        return await asyncio.shield(self._runtime.background(go()))
+
+    async def _snapshot(  # noqa: PLR0913 - the facts of a pool
+        self,
+        slot: Slot,
+        session: Session,
+        *,
+        n_tokens: int | None,
+        label: str | None,
+        pin: bool,
+        origin: PoolOrigin,
+        parent: PrefixPool | None,
+    ) -> tuple[PrefixPool, bool]:
+        plane, epoch = self._plane, self._runtime.epoch
+        number = await self._with_room(partial(plane.tree.reserve, session.scope))
         kept = False
         try:
-            sample = await self._client.counters()
-            before = sample.slots[slot.slot]
-            # whose cells it holds already decides the place in the tree; else the parent that was named
-            node = self._plane.tree.node(before.pool_uid) if before.shared_tokens else None
-            if parent is not None and (node is None or not node.is_below(parent)):
-                node = parent
-            live = node is not None and node.resident
+            held = (await self._client.counters()).slots[slot.slot]
             if slot.session is not session:
                 raise SessionNotResidentError("another conversation took the slot", param="from_session")
-            taken = await self._client.snapshot(
-                number, slot.slot, n_tokens, node.number if node and live else None
-            )
-            if slot.session is not session or self._runtime.epoch != epoch:
-                raise SessionNotResidentError("another conversation took the slot", param="from_session")
-            tokens = as_tokens(taken.tokens)
-            if parent is not None and taken.n_parent == 0:
-                raise PrefixMismatchError(
-                    f"the session and pool {parent.pool_id} have nothing in common",
-                    first_mismatch=0,
-                    parent_len=parent.prefix_len,
+            below = plane.snapshot_parent(held, parent)
+            live = below is not None and below.resident
+            try:
+                taken = await self._client.snapshot(
+                    number, slot.slot, n_tokens, below.number if below is not None and live else None
                 )
-            branch_pos = taken.n_parent if live else min(before.shared_tokens, len(tokens))
-            pool, kept = self._plane.adopt_snapshot(
+            except NotFoundError as error:
+                raise ConflictError(f"{error.message}; ask again", code="pool_lost") from None
+            if self._runtime.epoch != epoch:
+                raise EngineGoneError("the engine was restarted")
+            uid, tokens = PoolUid(taken.uid), as_tokens(taken.tokens)
+            branch_pos = taken.n_parent if live else min(held.shared_tokens, len(tokens))
+            if branch_pos == 0:
+                below = None
+            try:
+                self._check_snapshot(slot, session, tokens, parent, below)
+            except ConflictError:
+                plane.reject_snapshot(number, uid, tokens, session.scope, parent=below, branch_pos=branch_pos)
+                raise
+            pool, kept = plane.adopt_snapshot(
                 number,
-                PoolUid(taken.uid),
+                uid,
                 tokens,
                 session.scope,
                 origin=origin,
                 label=label,
                 pin=pin,
                 now_ts=self._runtime.now_ts(),
-                parent=node,
-                branch_pos=0 if node is None else branch_pos,
+                parent=below,
+                branch_pos=branch_pos,
             )
             log.info("pool_snapshot", pool_id=pool.pool_id, tokens=len(tokens), origin=origin.value, new=kept)
             return pool, kept
         finally:
             if not kept and self._runtime.epoch == epoch:
                 self._runtime.spawn(self._return_number(number, epoch))
+
+    @staticmethod
+    def _check_snapshot(
+        slot: Slot, session: Session, tokens: Tokens, parent: PrefixPool | None, below: PrefixPool | None
+    ) -> None:
+        """Raise unless the engine took what was meant, and it fits below the parent that was asked for."""
+        if slot.session is not session:
+            raise SessionNotResidentError("another conversation took the slot", param="from_session")
+        if parent is None:
+            return
+        if parent.match(tokens) == 0:
+            raise PrefixMismatchError(
+                f"the session and pool {parent.pool_id} have nothing in common",
+                first_mismatch=0,
+                parent_len=parent.prefix_len,
+            )
+        if below is None:
+            raise ConflictError(f"pool {parent.pool_id} is not resident any more", code="pool_lost")
 
     async def _return_number(self, number: PoolNumber, epoch: str) -> None:
         """Nothing came of a reserved number; the engine may have a pool under it all the same."""

@@ -130,6 +130,7 @@ class ControlApi:
         parent = self._pool(request)
         wanted = await _read(request, ForkRequest)
         if wanted.from_session is not None:
+            parent = await self._resident(parent)
             return await self._create_from_session(request, wanted, parent)
         tokens, full = await self._prefix(wanted)
         tokens = _capped(tokens, wanted)
@@ -138,15 +139,20 @@ class ControlApi:
         except PrefixMismatchError as error:
             await self._spell_out(error)
             raise
-        resident = parent if parent.resident else await self._pooling.ensure_resident(parent)
-        if resident is None:
-            raise ConflictError(
-                f"pool {parent.pool_id} is {parent.state.value}; create it again", code="pool_lost"
-            )
+        parent = await self._resident(parent)
         pool, created, work = await self._pooling.create(
-            tokens, parent.scope, label=wanted.label, pin=wanted.pin, parent=resident, branch_pos=branch_pos
+            tokens, parent.scope, label=wanted.label, pin=wanted.pin, parent=parent, branch_pos=branch_pos
         )
         return self._created(pool, created, work, full)
+
+    async def _resident(self, pool: PrefixPool) -> PrefixPool:
+        """The pool, computed again if it was evicted."""
+        resident = pool if pool.resident else await self._pooling.ensure_resident(pool)
+        if resident is None:
+            raise ConflictError(
+                f"pool {pool.pool_id} is {pool.state.value}; create it again", code="pool_lost"
+            )
+        return resident
 
     async def _spell_out(self, error: PrefixMismatchError) -> None:
         """Add the text of the tokens that differ: the form in which people can debug it."""

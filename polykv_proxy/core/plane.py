@@ -58,6 +58,7 @@ if TYPE_CHECKING:
         PoolNumber,
         PoolUid,
         Scope,
+        SlotSample,
         Tokens,
     )
 
@@ -307,6 +308,7 @@ class ControlPlane:
         label: str | None,
         pin: bool,
         now_ts: float,
+        origin: PoolOrigin = PoolOrigin.EXPLICIT,
         parent: PrefixPool | None = None,
         branch_pos: int = 0,
     ) -> tuple[PrefixPool, bool]:
@@ -325,9 +327,7 @@ class ControlPlane:
         pool_id = self.pool_id_of(tokens, scope)
         pool = self.tree.get(pool_id)
         if pool is not None and pool.occupies_sequence:
-            pool.pinned = pool.pinned or pin
-            pool.label = label if label is not None else pool.label
-            pool.last_access_ts = now_ts
+            _ask_again(pool, origin, label=label, pin=pin, now_ts=now_ts)
             return pool, False
         if pool is not None and pool.state is PoolState.EVICTED and parent is None:
             parent, branch_pos = pool.parent, pool.branch_pos  # back to its place
@@ -335,7 +335,7 @@ class ControlPlane:
             pool_id,
             tokens,
             scope=scope,
-            origin=PoolOrigin.EXPLICIT,
+            origin=origin,
             now_ts=now_ts,
             label=label,
             pinned=pin,
@@ -416,6 +416,23 @@ class ControlPlane:
             )
         return self.board.slots[session.slot]
 
+    def snapshot_parent(self, held: SlotSample, asked: PrefixPool | None) -> PrefixPool | None:
+        """The pool, perhaps a ghost, below which a snapshot of a slot belongs.
+
+        1. The slot shares nothing: below the one that was asked for, if it is resident.
+        2. It shares with a pool below the one that was asked for: there is where the cells are.
+        3. The one that was asked for agrees with all that is shared: its cells take their place.
+        4. It does not: the cells decide.
+        """
+        node = self.tree.node(held.pool_uid) if held.shared_tokens else None
+        if asked is None or not asked.resident:
+            return node
+        if node is None:
+            return asked  # 1
+        if not node.is_below(asked) and asked.match(node.tokens) >= held.shared_tokens:
+            return asked  # 3
+        return node  # 2, 4
+
     def adopt_snapshot(  # noqa: PLR0913 - the facts of a pool
         self,
         number: PoolNumber,
@@ -433,13 +450,13 @@ class ControlPlane:
         """Enter what the engine just snapshot under a reserved number.
 
         Returns the pool of that content, and whether the number is in use now: if the content had a pool
-        already, the snapshot is superfluous and has to be given back.
+        already, the snapshot is superfluous and has to be given back, and its slot lives on its ghost.
         """
         pool_id = self.pool_id_of(tokens, scope)
         pool = self.tree.get(pool_id)
         if pool is not None and pool.occupies_sequence:
-            pool.pinned = pool.pinned or pin
-            pool.last_access_ts = now_ts
+            _ask_again(pool, origin, label=label, pin=pin, now_ts=now_ts)
+            self.reject_snapshot(number, uid, tokens, scope, parent=parent, branch_pos=branch_pos)
             return pool, False
         pool = self.tree.add(
             pool_id,
@@ -455,6 +472,22 @@ class ControlPlane:
         )
         self.tree.ready(pool, uid)
         return pool, True
+
+    def reject_snapshot(  # noqa: PLR0913 - the facts of a pool
+        self,
+        number: PoolNumber,
+        uid: PoolUid,
+        tokens: Tokens,
+        scope: Scope,
+        *,
+        parent: PrefixPool | None,
+        branch_pos: int,
+    ) -> None:
+        """Nobody is to have what the engine snapshot; its slot shares the cells with it all the same."""
+        pool_id = self.pool_id_of(tokens, scope)
+        self.tree.add_ghost(
+            pool_id, tokens, scope=scope, number=number, uid=uid, parent=parent, branch_pos=branch_pos
+        )
 
     def on_pool_ready(self, pool: PrefixPool, uid: PoolUid) -> None:
         """The engine computed it."""
@@ -553,3 +586,12 @@ class ControlPlane:
         short = cached_tokens is not None and cached_tokens < plan.tokens - 1
         self.shortfalls += short
         return short
+
+
+def _ask_again(pool: PrefixPool, origin: PoolOrigin, *, label: str | None, pin: bool, now_ts: float) -> None:
+    """Somebody wants a pool that is there: what is asked for is added, nothing is taken away."""
+    pool.pinned = pool.pinned or pin
+    pool.label = label if label is not None else pool.label
+    pool.last_access_ts = now_ts
+    if pool.origin is PoolOrigin.AUTO:
+        pool.origin = origin

@@ -71,8 +71,8 @@ class PrefixPool:
     attached: int = 0
     """Requests that run on it now."""
     released: bool = False
-    revived: bool = False
-    """It was evicted and is being computed again."""
+    before: PoolState | None = None
+    """What it was, if it is being computed again: what it is again should that fail."""
     children: list[PrefixPool] = field(default_factory=list)
 
     @property
@@ -172,7 +172,8 @@ class PoolTree:
         """Enter a pool that is about to be materialized.
 
         A lost or evicted pool of the same content takes up its old life; its label and pin stay unless
-        given anew, and its children become the new one's.
+        given anew, and its children become the new one's. One that came by itself and is asked for now does
+        not count as automatic any more.
 
         Args:
             pool_id: digest of the content.
@@ -189,17 +190,17 @@ class PoolTree:
         Raises:
             PoolCapacityError: every sequence id is taken; ``releasable`` names pools nobody needs.
         """
-        taken = self._free_number() if number is None else number
+        taken = self._free_number(scope) if number is None else number
         self._retiring.discard(taken)
         old = self._pools.pop(pool_id, None)
-        if old is not None and old.parent is not None and old in old.parent.children:
-            old.parent.children.remove(old)
+        if old is not None:
+            _leave(old)
         pool = PrefixPool(
             pool_id=pool_id,
             tokens=tokens,
             scope=scope,
             number=taken,
-            origin=origin if old is None else old.origin,
+            origin=origin if old is None or old.origin is PoolOrigin.AUTO else old.origin,
             created_ts=now_ts if old is None else old.created_ts,
             hits=0 if old is None else old.hits,
             parent=parent,
@@ -207,7 +208,7 @@ class PoolTree:
             label=label if label is not None or old is None else old.label,
             pinned=pinned or (old is not None and old.pinned),
             last_access_ts=now_ts,
-            revived=old is not None and old.state is PoolState.EVICTED,
+            before=None if old is None else old.state,
         )
         if old is not None:
             for child in old.children:
@@ -219,13 +220,45 @@ class PoolTree:
             parent.children.append(pool)
         return pool
 
-    def reserve(self) -> PoolNumber:
+    def add_ghost(  # noqa: PLR0913 - the facts of a pool
+        self,
+        pool_id: PoolId,
+        tokens: Tokens,
+        *,
+        scope: Scope,
+        number: PoolNumber,
+        uid: PoolUid,
+        parent: PrefixPool | None,
+        branch_pos: int,
+    ) -> None:
+        """Enter what the engine made under a reserved number and nobody is to have.
+
+        Slots may hold its cells from the first moment (rule 4). The number stays reserved.
+        """
+        ghost = PrefixPool(
+            pool_id=pool_id,
+            tokens=tokens,
+            scope=scope,
+            number=number,
+            origin=PoolOrigin.AUTO,
+            created_ts=0.0,
+            parent=parent,
+            branch_pos=branch_pos,
+            state=PoolState.RESIDENT,
+            uid=uid,
+            released=True,
+        )
+        self._ghosts.append(ghost)
+        if parent is not None:
+            parent.children.append(ghost)
+
+    def reserve(self, scope: Scope) -> PoolNumber:
         """Take a number for a pool whose content is not known yet; ``add`` uses it, ``retire`` frees it.
 
         Raises:
             PoolCapacityError: see ``add``.
         """
-        number = self._free_number()
+        number = self._free_number(scope)
         self._retiring.add(number)
         return number
 
@@ -241,21 +274,23 @@ class PoolTree:
 
     def detach(self, pool: PrefixPool) -> None:
         """A pool that is being computed does without its parent, which is not resident: it owns all of it."""
-        if pool.parent is not None and pool in pool.parent.children:
-            pool.parent.children.remove(pool)
+        _leave(pool)
         pool.parent, pool.branch_pos = None, 0
 
     def failed(self, pool: PrefixPool, *, retire: bool = False) -> None:
-        """It could not be computed: forget it. Its sequence id is free, with ``retire`` once retired."""
+        """It could not be computed. Its sequence id is free, with ``retire`` once retired.
+
+        A new one is forgotten; one whose id was known before this attempt is again what it was.
+        """
         if retire:
             self._retiring.add(pool.number)
-        if pool.revived:
-            pool.state = PoolState.EVICTED  # its id was known before this attempt and stays so
+        if pool.before is None:
+            self._pools.pop(pool.pool_id, None)
+            _leave(pool)
             return
-        if self._pools.get(pool.pool_id) is pool:
-            del self._pools[pool.pool_id]
-        if pool.parent is not None and pool in pool.parent.children:
-            pool.parent.children.remove(pool)
+        pool.state = pool.before
+        if pool.state is PoolState.LOST:
+            self.detach(pool)
 
     def check_release(self, pool: PrefixPool, *, recursive: bool) -> list[PrefixPool]:
         """What a release would remove, leaves first.
@@ -288,6 +323,8 @@ class PoolTree:
             self._known.pop(next(iter(self._known)))
         if was_resident:
             self._haunt(pool)
+        else:
+            _leave(pool)
 
     def check_evict(self, pool: PrefixPool, *, flush: bool) -> list[PrefixPool]:
         """What an eviction (of the whole subtree: a flush) would take from the engine, leaves first.
@@ -385,11 +422,11 @@ class PoolTree:
         """
         dead = {ghost.uid for ghost in self._ghosts if ghost.number not in self._retiring} & uids
         for ghost in self._ghosts:
-            if ghost.uid in dead and ghost.parent is not None and ghost in ghost.parent.children:
-                ghost.parent.children.remove(ghost)
+            if ghost.uid in dead:
+                _leave(ghost)
         self._ghosts = [ghost for ghost in self._ghosts if ghost.uid not in dead]
 
-    def _free_number(self) -> PoolNumber:
+    def _free_number(self, scope: Scope) -> PoolNumber:
         taken = {pool.number for pool in self._pools.values() if pool.occupies_sequence} | self._retiring
         for number in range(self.max_pools):
             if number not in taken:
@@ -397,12 +434,21 @@ class PoolTree:
         releasable = [
             pool.pool_id
             for pool in self._pools.values()
-            if pool.resident and not pool.pinned and not any(not child.released for child in pool.children)
+            if pool.resident
+            and pool.scope == scope  # others' ids are nobody's business, and could not be released
+            and not pool.pinned
+            and not any(not child.released for child in pool.children)
         ]
-        way_out = "release one of those listed" if releasable else "every pool is pinned or has children"
+        way_out = "release one of those listed" if releasable else "none of yours could be released as it is"
         raise PoolCapacityError(
             f"all {self.max_pools} sequence ids for pools are taken; {way_out}",
             seq_ids_used=self.sequences_used,
             seq_ids_max=self.max_pools,
             releasable=releasable,
         )
+
+
+def _leave(pool: PrefixPool) -> None:
+    """Its parent does not know it any more."""
+    if pool.parent is not None and pool in pool.parent.children:
+        pool.parent.children.remove(pool)

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from polykv_proxy.core.pools import PoolTree, pool_id_of
+from polykv_proxy.core.prefix import block_hashes
 from polykv_proxy.core.types import PoolId, PoolOrigin, PoolState, PoolUid, Scope, as_tokens
 from polykv_proxy.errors import PoolCapacityError, PoolInUseError
 
@@ -17,17 +18,14 @@ def content_id(tokens, *, model="m", adapters="", scope=SCOPE):
     return pool_id_of(as_tokens(tokens), model=model, adapters=adapters, scope=scope)
 
 
-def add(tree, tokens, *, parent=None, branch_pos=0, ready=True, uid=None, **options):
+def add(tree, tokens, *, parent=None, branch_pos=0, ready=True, uid=None, scope=SCOPE, **options):
     """A pool in ``tree``, resident unless not ``ready``."""
     pool = tree.add(
-        content_id(tokens),
+        content_id(tokens, scope=scope),
         as_tokens(tokens),
-        scope=SCOPE,
-        origin=PoolOrigin.EXPLICIT,
-        now_ts=10.0,
+        **{"scope": scope, "origin": PoolOrigin.EXPLICIT, "now_ts": 10.0} | options,
         parent=parent,
         branch_pos=branch_pos,
-        **options,
     )
     if ready:
         tree.ready(pool, PoolUid(uid if uid is not None else 100 + pool.number))
@@ -128,8 +126,19 @@ def test_running_out_with_nothing_to_release_says_so():
     """An empty list comes with the reason."""
     tree = PoolTree(1)
     add(tree, [1], pinned=True)
-    with pytest.raises(PoolCapacityError, match="pinned or has children"):
+    with pytest.raises(PoolCapacityError, match="none of yours could be released"):
         add(tree, [2])
+
+
+def test_running_out_names_no_pool_of_another_key():
+    """Its ids are nobody else's business, and could not be released by who asks."""
+    tree = PoolTree(2)
+    mine = add(tree, [1])
+    add(tree, [2], scope=Scope("other"))
+    for ask in (lambda: add(tree, [3]), lambda: tree.reserve(SCOPE)):
+        with pytest.raises(PoolCapacityError) as caught:
+            ask()
+        assert caught.value.details["releasable"] == [mine.pool_id]
 
 
 # -- release ----------------------------------------------------------------------------------------------
@@ -245,139 +254,491 @@ def test_lost_content_takes_up_its_old_life():
     assert len(tree) == 1
 
 
+def test_lost_content_that_cannot_be_computed_stays_lost():
+    """Its pin and label survive a bad moment; it has no place in the tree, as before."""
+    tree = PoolTree(2)
+    old = add(tree, [1, 2], pinned=True, label="tools")
+    tree.lose_all()
+    root = add(tree, [1])
+    again = add(tree, [1, 2], parent=root, branch_pos=1, ready=False)
+    tree.failed(again)
+    assert tree.get(old.pool_id) is again
+    assert (again.state, again.pinned, again.label) == (PoolState.LOST, True, "tools")
+    assert (again.parent, again.branch_pos, root.children) == (None, 0, [])
+    assert tree.sequences_used == 1
+
+
+# -- evict, revive ----------------------------------------------------------------------------------------
+
+
+def evicted(tree, pool):
+    """What stands for a pool after an eviction that the engine has carried out."""
+    stand_in = tree.evict(pool)
+    tree.retired(pool)
+    return stand_in
+
+
+def test_an_evicted_pool_keeps_its_id_tokens_and_place():
+    """Its number is free once the engine gave it back; it is found by id but by no prompt."""
+    tree = PoolTree(2)
+    root = add(tree, [1, 2])
+    child = add(tree, [1, 2, 3], parent=root, branch_pos=2, label="x")
+    assert tree.check_evict(child, flush=False) == [child]
+    gone = tree.evict(child)
+    assert tree.get(child.pool_id) is gone
+    assert (gone.state, gone.tokens, gone.label, gone.uid) == (PoolState.EVICTED, child.tokens, "x", None)
+    assert (gone.parent, gone.branch_pos) == (root, 2)
+    assert tree.sequences_used == 2
+    assert tree.index.match(child.tokens, SCOPE) == (root, 2)
+    tree.retired(child)
+    assert tree.sequences_used == 1
+    assert tree.nodes() == [root, child]  # a slot may hold its cells
+    assert tree.node(child.uid) is child
+
+
+def test_pins_resident_children_and_unfinished_work_stand_in_the_way_of_an_eviction():
+    """Each refusal has its code; a flush takes children, leaves first, and only what is resident."""
+    tree = PoolTree(4)
+    root = add(tree, [1])
+    child = add(tree, [1, 2], parent=root, branch_pos=1)
+    leaf = add(tree, [1, 2, 3], parent=child, branch_pos=2, ready=False)
+
+    def code(pool, *, flush):
+        with pytest.raises(PoolInUseError) as caught:
+            tree.check_evict(pool, flush=flush)
+        return caught.value.code
+
+    assert code(root, flush=False) == "pool_has_children"
+    assert code(root, flush=True) == "pool_materializing"
+    tree.ready(leaf, PoolUid(7))
+    leaf.pinned = True
+    assert code(root, flush=True) == "pool_pinned"
+    leaf.pinned = False
+    assert tree.check_evict(root, flush=True) == [leaf, child, root]
+    gone = evicted(tree, leaf)
+    assert tree.check_evict(child, flush=False) == [child]
+    assert tree.check_evict(root, flush=True) == [child, root]
+    assert tree.check_evict(gone, flush=False) == []
+
+
+def test_a_flushed_tree_comes_back_as_it_was():
+    """Parents first; children find the new object of their parent."""
+    tree = PoolTree(2)
+    root = add(tree, [1])
+    child = add(tree, [1, 2], parent=root, branch_pos=1)
+    for pool in tree.check_evict(root, flush=True):
+        evicted(tree, pool)
+    tree.drop_ghosts({root.uid, child.uid})
+    assert tree.nodes() == []
+    again = add(tree, [1])
+    assert [each.parent for each in again.children] == [again]
+    below = tree.get(child.pool_id)
+    back = add(tree, [1, 2], parent=below.parent, branch_pos=below.branch_pos)
+    assert list(again.subtree()) == [again, back]
+    assert (back.is_below(again), back.is_below(child), back.depth()) == (True, False, 2)
+
+
+def test_an_evicted_pool_that_cannot_be_computed_stays_evicted():
+    """In its place; and a pool can do without a parent that is not there."""
+    tree = PoolTree(2)
+    root = add(tree, [1])
+    child = add(tree, [1, 2], parent=root, branch_pos=1)
+    below = evicted(tree, child)
+    attempt = add(tree, [1, 2], parent=below.parent, branch_pos=1, ready=False)
+    tree.failed(attempt)
+    assert (attempt.state, attempt.parent, attempt.branch_pos) == (PoolState.EVICTED, root, 1)
+    evicted(tree, root)
+    alone = add(tree, [1, 2], parent=attempt.parent, branch_pos=1, ready=False)
+    tree.detach(alone)
+    tree.ready(alone, PoolUid(9))
+    assert (alone.parent, alone.own_len, alone.depth()) == (None, 2, 1)
+    assert not tree.get(root.pool_id).children
+
+
+def test_a_released_pool_without_cells_leaves_its_parent():
+    """There is no ghost that would be dropped some day."""
+    tree = PoolTree(2)
+    root = add(tree, [1])
+    for _ in range(3):
+        below = evicted(tree, add(tree, [1, 2], parent=root, branch_pos=1))
+        tree.release(below)
+    tree.drop_ghosts({ghost.uid for ghost in tree.nodes() if ghost.released})
+    assert root.children == []
+
+
+def test_the_least_valuable_of_those_that_nobody_would_miss_goes_first():
+    """Automatic, idle for long, unpinned, childless; value is work and hits over idle time."""
+    tree = PoolTree(10)
+    auto = PoolOrigin.AUTO
+    small = add(tree, [1] * 10, origin=auto)
+    large = add(tree, [2] * 50, origin=auto)
+    liked = add(tree, [3] * 10, origin=auto)
+    liked.hits = 3
+    old = add(tree, [4] * 50, origin=auto)
+    old.last_access_ts = -990.0
+    add(tree, [5])  # explicit
+    add(tree, [6], origin=auto, pinned=True)
+    add(tree, [7], origin=auto).attached = 1
+    add(tree, [8], origin=auto).last_access_ts = 95.0
+    parent = add(tree, [9], origin=auto)
+    assert tree.evictable(100.0, 60.0) == [parent, old, small, liked, large]
+    child = add(tree, [9, 9], parent=parent, branch_pos=1)
+    assert parent not in tree.evictable(100.0, 60.0)
+    evicted(tree, child)
+    assert parent in tree.evictable(100.0, 60.0)
+
+
+def test_content_that_is_asked_for_is_not_automatic_any_more():
+    """An automatic pool may vanish silently; one that somebody created may not."""
+    tree = PoolTree(1)
+    evicted(tree, add(tree, [1], origin=PoolOrigin.AUTO))
+    assert add(tree, [1]).origin is PoolOrigin.EXPLICIT
+    evicted(tree, tree.get(content_id([1])))
+    assert add(tree, [1], origin=PoolOrigin.AUTO).origin is PoolOrigin.EXPLICIT
+
+
+# -- numbers for what is not known yet --------------------------------------------------------------------
+
+
+def test_a_reserved_number_is_taken_until_it_is_used_or_retired():
+    """The pool that comes of it has that number, and it counts once."""
+    tree = PoolTree(2)
+    one, two = tree.reserve(SCOPE), tree.reserve(SCOPE)
+    with pytest.raises(PoolCapacityError):
+        tree.reserve(SCOPE)
+    pool = add(tree, [1], number=one)
+    assert (pool.number, tree.sequences_used) == (one, 2)
+    tree.retire(two)
+    assert (tree.reserve(SCOPE), tree.sequences_used) == (two, 2)
+
+
+def test_a_ghost_from_birth_is_a_node_and_nothing_else():
+    """No id, no match, no child; it goes when its number is back and nobody holds it."""
+    tree = PoolTree(2)
+    root = add(tree, [1])
+    number = tree.reserve(SCOPE)
+    facts = {"scope": SCOPE, "number": number, "uid": PoolUid(9), "parent": root, "branch_pos": 1}
+    tree.add_ghost(content_id([1, 2]), as_tokens([1, 2]), **facts)
+    ghost = tree.node(PoolUid(9))
+    assert (ghost.parent, ghost.own_len, ghost.resident) == (root, 1, False)
+    assert tree.get(content_id([1, 2])) is None
+    assert tree.index.match(as_tokens([1, 2]), SCOPE) == (root, 1)
+    assert tree.check_release(root, recursive=False) == tree.check_evict(root, flush=True) == [root]
+    tree.drop_ghosts({9})
+    assert tree.node(PoolUid(9)) is ghost
+    tree.retire(number)
+    tree.drop_ghosts({9})
+    assert (tree.nodes(), root.children) == ([root], [])
+    tree.add_ghost(content_id([3]), as_tokens([3]), **facts | {"parent": None, "branch_pos": 0})
+    assert tree.node(PoolUid(9)).depth() == 1
+
+
 # -- against a model --------------------------------------------------------------------------------------
 
 
-class TreeAgainstModel(RuleBasedStateMachine):
-    """Random lives of a tree, compared with plain sets."""
+RUN = 40
+"""Tokens that stand for one letter of a content: some contents have whole blocks, others none."""
 
-    MAX = 3
-    CONTENTS = ((1,), (2,), (1, 2), (1, 3), (1, 2, 3), (2, 2))
+CONTENTS = ("a", "b", "ab", "ac", "abc", "abd", "bb")
+GHOST = "?"
+"""In the model: a parent that is not in the tree any more."""
+
+
+def spelled(content):
+    """The tokens of a content."""
+    return as_tokens([ord(letter) for letter in content for _ in range(RUN)])
+
+
+class TreeAgainstModel(RuleBasedStateMachine):
+    """Random lives of a tree, compared with plain tables."""
+
+    MAX = 4
 
     def __init__(self):
         super().__init__()
         self.tree = PoolTree(self.MAX)
-        self.alive = {}  # content -> (state, parent content)
-        self.retiring = []
+        self.alive = {}  # content -> (state, parent content, D)
+        self.before = {}  # what those were that are computed again
+        self.retiring = []  # numbers that the engine still has to give back
+        self.ghosts = {}  # uid -> number at its release
         self.released = set()
         self.next_uid = 1
 
+    # -- helpers -----------------------------------------------------------------------------------------
+
     def pool(self, content):
         """The pool of a content."""
-        return self.tree.get(content_id(content))
+        return self.tree.get(content_id(spelled(content)))
+
+    def state(self, content):
+        """By the model; empty if there is none."""
+        return self.alive.get(content, ("", None, 0))[0]
+
+    def holds_number(self, content):
+        """Whether it has a sequence id, by the model."""
+        return self.state(content) in ("materializing", "resident")
 
     def used(self):
         """Sequence ids in use, by the model."""
-        return sum(state != "lost" for state, _ in self.alive.values()) + len(self.retiring)
+        return sum(map(self.holds_number, self.alive)) + len(self.retiring)
 
     def children(self, content):
         """Children of a content, by the model."""
-        return [each for each, (_, parent) in self.alive.items() if parent == content]
+        return [each for each, (_, parent, _) in self.alive.items() if parent == content]
 
-    @rule(content=st.sampled_from(CONTENTS), as_child=st.booleans())
-    def create(self, content, as_child):
-        """A pool is entered, or refused for want of a number."""
-        if self.alive.get(content, ("lost",))[0] != "lost":
-            return
-        above = content[:-1] if as_child and self.alive.get(content[:-1], ("",))[0] == "resident" else None
-        parent = self.pool(above) if above else None
-        if self.used() == self.MAX:
+    def below(self, content):
+        """A content and all below it, by the model."""
+        return [content, *(each for child in self.children(content) for each in self.below(child))]
+
+    def uid(self):
+        """One that none had before."""
+        self.next_uid += 1
+        return PoolUid(self.next_uid - 1)
+
+    def haunt(self, pool):
+        """A pool's cells outlive it."""
+        self.ghosts[pool.uid] = pool.number
+        self.retiring.append(pool.number)
+
+    def enter(self, content, parent, branch_pos, **options):
+        """Put a pool into the tree and the model, or see it refused for want of a number."""
+        full = "number" not in options and self.used() == self.MAX
+        tokens = spelled(content)
+        if full:
             with pytest.raises(PoolCapacityError) as caught:
-                add(self.tree, content, parent=parent, branch_pos=len(above or ()), ready=False)
+                add(self.tree, tokens, parent=parent, branch_pos=branch_pos, ready=False)
             for pool_id in caught.value.details["releasable"]:
                 pool = self.tree.get(PoolId(pool_id))
                 assert self.tree.check_release(pool, recursive=False) == [pool]
-            return
-        add(self.tree, content, parent=parent, branch_pos=len(above or ()), ready=False)
+            return None
+        pool = add(self.tree, tokens, parent=parent, branch_pos=branch_pos, ready=False, **options)
+        self.before.pop(content, None)
+        if self.state(content):
+            self.before[content] = self.state(content)
+        above = None if parent is None else "".join(chr(token) for token in parent.tokens[::RUN])
+        if parent is not None and parent.released:
+            above = GHOST
         self.alive.pop(content, None)
-        self.alive[content] = ("materializing", above)
+        self.alive[content] = ("materializing", above, branch_pos)
         self.released.discard(content)
+        return pool
+
+    # -- rules -------------------------------------------------------------------------------------------
+
+    @rule(content=st.sampled_from(CONTENTS), data=st.data())
+    def create(self, content, data):
+        """A root, an extension or a branch is entered."""
+        if self.holds_number(content):
+            return
+        resident = [each for each in self.alive if self.state(each) == "resident"]
+        above = data.draw(st.sampled_from([None, *(each for each in resident if each[0] == content[0])]))
+        common = 0 if above is None else self.pool(above).match(spelled(content))
+        branch_pos = data.draw(st.integers(1, common)) if common else 0
+        self.enter(content, None if above is None else self.pool(above), branch_pos)
+
+    @precondition(lambda self: self.alive)
+    @rule(data=st.data())
+    def revive(self, data):
+        """An evicted pool is to come back to its place; without a parent there it stands alone."""
+        content = data.draw(st.sampled_from(sorted(self.alive)))
+        if self.state(content) != "evicted":
+            return
+        old = self.pool(content)
+        pool = self.enter(content, old.parent, old.branch_pos)
+        if pool is not None and pool.parent is not None and not pool.parent.resident:
+            self.tree.detach(pool)
+            self.alive[content] = ("materializing", None, 0)
 
     @precondition(lambda self: self.alive)
     @rule(data=st.data(), works=st.booleans(), unsure=st.booleans())
     def computed(self, data, works, unsure):
         """The engine is done with a pool."""
         content = data.draw(st.sampled_from(sorted(self.alive)))
-        state, parent = self.alive[content]
+        state, parent, branch_pos = self.alive[content]
         if state != "materializing":
             return
         pool = self.pool(content)
         if works:
-            self.tree.ready(pool, PoolUid(self.next_uid))
-            self.next_uid += 1
-            self.alive[content] = ("resident", parent)
+            self.tree.ready(pool, self.uid())
+            self.alive[content] = ("resident", parent, branch_pos)
             return
         self.tree.failed(pool, retire=unsure)
-        del self.alive[content]
+        match self.before.pop(content, None):
+            case None:
+                del self.alive[content]
+            case "lost":
+                self.alive[content] = ("lost", None, 0)
+            case "evicted":
+                self.alive[content] = ("evicted", parent, branch_pos)
         if unsure:
-            self.retiring.append(pool)
+            self.retiring.append(pool.number)
+
+    @rule(content=st.sampled_from(CONTENTS), wanted=st.booleans(), data=st.data())
+    def snapshot(self, content, wanted, data):
+        """A number is reserved, and used for a pool below anything that holds cells, or for a ghost."""
+        if self.used() == self.MAX:
+            with pytest.raises(PoolCapacityError):
+                self.tree.reserve(SCOPE)
+            return
+        number = self.tree.reserve(SCOPE)
+        nodes = [node for node in self.tree.nodes() if node.match(spelled(content))]
+        below = data.draw(st.sampled_from([None, *nodes]))
+        branch_pos = 0 if below is None else below.match(spelled(content))
+        if wanted and not self.holds_number(content):
+            pool = self.enter(content, below, branch_pos, number=number)
+            assert pool.number == number
+            self.tree.ready(pool, self.uid())
+            self.before.pop(content, None)
+            self.alive[content] = ("resident", *self.alive[content][1:])
+            return
+        uid = self.uid()
+        place = {"scope": SCOPE, "number": number, "uid": uid, "parent": below, "branch_pos": branch_pos}
+        self.tree.add_ghost(content_id(spelled(content)), spelled(content), **place)
+        self.ghosts[uid] = number
+        self.retiring.append(number)
+
+    @precondition(lambda self: self.alive)
+    @rule(data=st.data(), pin=st.booleans())
+    def pin(self, data, pin):
+        """Somebody holds a pool, or does not any more."""
+        self.pool(data.draw(st.sampled_from(sorted(self.alive)))).pinned = pin
+
+    @precondition(lambda self: self.alive)
+    @rule(data=st.data(), flush=st.booleans())
+    def evict(self, data, flush):
+        """Cells are given back, with those of the subtree; ids and places stay."""
+        content = data.draw(st.sampled_from(sorted(self.alive)))
+        doomed = self.below(content) if flush else [content]
+        refused = (
+            any(self.pool(each).pinned for each in doomed)
+            or any(self.state(each) == "materializing" for each in doomed)
+            or (not flush and any(map(self.holds_number, self.children(content))))
+        )
+        if refused:
+            with pytest.raises(PoolInUseError):
+                self.tree.check_evict(self.pool(content), flush=flush)
+            return
+        going = self.tree.check_evict(self.pool(content), flush=flush)
+        assert {id(pool) for pool in going} == {
+            id(self.pool(each)) for each in doomed if self.state(each) == "resident"
+        }
+        for pool in going:
+            name = next(each for each in doomed if self.pool(each) is pool)
+            assert not any(map(self.holds_number, self.children(name)))  # leaves first
+            stand_in = self.tree.evict(pool)
+            assert (stand_in.tokens, stand_in.label) == (pool.tokens, pool.label)
+            self.alive[name] = ("evicted", *self.alive[name][1:])
+            self.haunt(pool)
 
     @precondition(lambda self: self.alive)
     @rule(data=st.data(), recursive=st.booleans())
     def release(self, data, recursive):
         """A pool is released, with what is below it."""
         content = data.draw(st.sampled_from(sorted(self.alive)))
-        doomed, todo = [], [content]
-        while todo:
-            each = todo.pop()
-            doomed.append(each)
-            todo += self.children(each)
+        doomed = self.below(content)
         refused = (len(doomed) > 1 and not recursive) or any(
-            self.alive[each][0] == "materializing" for each in doomed
+            self.state(each) == "materializing" for each in doomed
         )
         if refused:
             with pytest.raises(PoolInUseError):
                 self.tree.check_release(self.pool(content), recursive=recursive)
             return
         going = self.tree.check_release(self.pool(content), recursive=recursive)
-        assert {tuple(each.tokens) for each in going} == set(doomed)
+        names = {id(self.pool(each)): each for each in doomed}
+        assert {id(pool) for pool in going} == set(names)
         for pool in going:
-            assert not self.children(tuple(pool.tokens))  # leaves first
+            name = names[id(pool)]
+            assert not self.children(name)  # leaves first
             self.tree.release(pool)
-            if self.alive.pop(tuple(pool.tokens))[0] == "resident":
-                self.retiring.append(pool)
-            self.released.add(tuple(pool.tokens))
+            if self.alive.pop(name)[0] == "resident":
+                self.haunt(pool)
+            self.released.add(name)
 
     @precondition(lambda self: self.retiring)
     @rule(data=st.data())
     def retired(self, data):
         """The engine gave a number back."""
-        pool = data.draw(st.sampled_from(self.retiring))
-        self.retiring.remove(pool)
-        self.tree.retired(pool)
+        number = data.draw(st.sampled_from(self.retiring))
+        self.retiring.remove(number)
+        self.tree.retire(number)
+
+    @precondition(lambda self: self.ghosts)
+    @rule(data=st.data())
+    def nobody_holds(self, data):
+        """The engine shows no holder of some ghosts: those go whose numbers are back."""
+        uids = data.draw(st.sets(st.sampled_from(sorted(self.ghosts))))
+        self.tree.drop_ghosts(uids)
+        for uid in uids:
+            if self.ghosts[uid] not in self.retiring:
+                del self.ghosts[uid]
 
     @rule()
     def lose_all(self):
         """The engine was restarted."""
         self.tree.lose_all()
-        self.alive = dict.fromkeys(self.alive, ("lost", None))
-        self.retiring = []
+        self.alive = dict.fromkeys(self.alive, ("lost", None, 0))
+        self.retiring, self.ghosts, self.before = [], {}, {}
+
+    # -- what always holds -------------------------------------------------------------------------------
 
     @invariant()
     def same_pools(self):
-        """Ids, states and edges are the model's."""
-        assert {tuple(pool.tokens): pool.state.value for pool in self.tree} == {
-            content: state for content, (state, _) in self.alive.items()
-        }
-        for pool in self.tree:
-            assert pool.pool_id == content_id(pool.tokens)
-            parent = self.alive[tuple(pool.tokens)][1]
-            assert (None if pool.parent is None else tuple(pool.parent.tokens)) == parent
-            assert {tuple(each.tokens) for each in pool.children if not each.released} == set(
-                self.children(tuple(pool.tokens))
-            )
-        for content in self.CONTENTS:
-            if content in self.released:
-                assert self.tree.was_released(content_id(content))
+        """Ids, contents, states and places are the model's."""
+        assert len(self.tree) == len(self.alive)
+        for content, (state, parent, branch_pos) in self.alive.items():
+            pool = self.pool(content)
+            assert (pool.tokens, pool.state, pool.branch_pos) == (spelled(content), state, branch_pos)
+            if parent == GHOST:
+                assert pool.parent.released
+            else:
+                assert pool.parent is (None if parent is None else self.pool(parent))
+        for content in self.released:
+            assert self.tree.was_released(content_id(spelled(content)))
+
+    @invariant()
+    def edges_agree(self):
+        """Who has a parent is its child, once; what a child shares is the parent's, token for token."""
+        everyone = [*self.tree, *(node for node in self.tree.nodes() if node.released)]
+        for pool in everyone:
+            for child in pool.children:
+                assert child.parent is pool
+                assert pool.children.count(child) == 1
+                assert child in everyone
+            if pool.parent is not None and pool.parent in everyone:
+                assert pool in pool.parent.children
+            if pool.parent is not None:
+                assert pool.tokens[: pool.branch_pos] == pool.parent.tokens[: pool.branch_pos]
+            if pool.resident and pool.parent is not None:
+                assert pool.parent.resident or pool.parent.released
 
     @invariant()
     def numbers_are_unique_and_few(self):
         """No two holders of a sequence id share it."""
         taken = [pool.number for pool in self.tree if pool.occupies_sequence]
-        taken += [pool.number for pool in self.retiring]
+        taken += self.retiring
         assert len(set(taken)) == len(taken) == self.tree.sequences_used == self.used() <= self.MAX
         assert set(taken) <= set(range(self.MAX))
 
+    @invariant()
+    def nodes_are_what_may_hold_cells(self):
+        """Resident pools, and ghosts until they are dropped."""
+        resident = [self.pool(each).uid for each in self.alive if self.state(each) == "resident"]
+        assert sorted(node.uid for node in self.tree.nodes()) == sorted([*resident, *self.ghosts])
+
+    @invariant()
+    def the_index_holds_the_resident(self):
+        """Each of them, at each of its blocks, and nobody else."""
+        index = self.tree.index
+        blocks = {}
+        for pool in self.tree:
+            if pool.resident:
+                for block in block_hashes(pool.tokens, SCOPE) or ["short"]:
+                    blocks.setdefault(block, set()).add(pool)
+        found = {block: set(pools) for block, pools in index._blocks.items()}
+        if index._short:
+            found["short"] = set(index._short[SCOPE])
+        assert found == blocks
+
 
 TestTreeAgainstModel = TreeAgainstModel.TestCase
-TestTreeAgainstModel.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestTreeAgainstModel.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)

@@ -111,3 +111,25 @@ def mamba(path: Path, vocabulary_of: Path) -> None:
         writer.add_tensor(f"{name}.ssm_d", _ones(inner))
         writer.add_tensor(f"{name}.ssm_out.weight", _weights(EMBD, inner))
     _close(writer)
+
+
+def llama(path: Path, vocabulary_of: Path) -> None:
+    """Llama: plain attention, thousands of tokens a second."""
+    writer = _writer(path, "llama", vocabulary_of)
+    writer.add_vocab_size(VOCAB)
+    writer.add_feed_forward_length(128)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_rope_dimension_count(16)
+    for layer in range(LAYERS):
+        name = f"blk.{layer}"
+        writer.add_tensor(f"{name}.attn_norm.weight", _ones(EMBD))
+        writer.add_tensor(f"{name}.attn_q.weight", _weights(EMBD, EMBD))
+        writer.add_tensor(f"{name}.attn_k.weight", _weights(32, EMBD))
+        writer.add_tensor(f"{name}.attn_v.weight", _weights(32, EMBD))
+        writer.add_tensor(f"{name}.attn_output.weight", _weights(EMBD, EMBD))
+        writer.add_tensor(f"{name}.ffn_norm.weight", _ones(EMBD))
+        writer.add_tensor(f"{name}.ffn_gate.weight", _weights(128, EMBD))
+        writer.add_tensor(f"{name}.ffn_up.weight", _weights(128, EMBD))
+        writer.add_tensor(f"{name}.ffn_down.weight", _weights(EMBD, 128))
+    _close(writer)
