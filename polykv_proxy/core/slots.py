@@ -221,9 +221,9 @@ class SlotBoard:
         """Change what a slot holds, and the index with it."""
         if slot.session is not None:
             scope, name = slot.session.scope, slot.session.name
-            for link in slot.chain:
+            for link in dict.fromkeys(slot.chain):  # a hash may meet itself
                 holders = self._links[scope, name, link]
-                holders.pop(slot.slot, None)
+                del holders[slot.slot]
                 if not holders:
                     del self._links[scope, name, link]
         slot.session, slot.chain = session, chain
