@@ -132,14 +132,14 @@ def test_a_refused_request_displaces_nobody():
 
 
 def test_a_conversation_that_moved_on_is_not_moved_back():
-    """The slot keeps the content, but the session is where it went meanwhile."""
+    """The session is where it went meanwhile, and what the slot held is of use to nobody."""
     board = SlotBoard(2)
     mine = session()
     run(board, ask(1, 2), mine)
     board.take(Placement((SlotId(0),), continues=False), LeaseId(1), None, ask(5))
     board.take(Placement((SlotId(1),), continues=False), LeaseId(2), mine, ask(1, 2, 3))
     board.free(SlotId(0), 2.0, Content.OLD)
-    assert (mine.slot, board.slots[0].session, board.slots[0].chain) == (1, None, (1, 2))
+    assert (mine.slot, board.slots[0].session, board.slots[0].chain) == (1, None, ())
 
 
 def test_nothing_of_use_makes_the_slot_empty():
