@@ -1,7 +1,8 @@
 """Claims about ``core.accounting``: every used cell has one owner, checked against sets of cells."""
 
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from polykv_proxy.core.accounting import Draining, Unpooled, attribute
 from polykv_proxy.core.pools import PoolTree
@@ -109,55 +110,180 @@ def test_a_dead_child_lets_go_of_its_dead_parent():
     assert attribute(tree.nodes(), sample(0)).dead == {1, 2}
 
 
-@st.composite
-def worlds(draw):
-    """A tree with some pools released, slots on any of them, and the cells that each sequence holds."""
-    tree, pools, held = PoolTree(8), [], {}
-    for number in range(draw(st.integers(0, 6))):
-        parent = draw(st.sampled_from([None, *pools]))
-        branch = 0 if parent is None else draw(st.integers(1, parent.prefix_len))
-        length = branch + draw(st.integers(0 if branch else 1, 8))
-        pool = add(tree, f"p{number}", length, uid=number + 1, parent=parent, branch_pos=branch)
-        pools.append(pool)
-        above = [] if parent is None else held[parent.pool_id][:branch]
-        held[pool.pool_id] = above + [(pool.pool_id, at) for at in range(branch, length)]
-    sequences = dict(held)
-    slots = []
-    for number in range(draw(st.integers(0, 4))):
-        pool = draw(st.sampled_from([None, *pools]))
-        shared = 0 if pool is None else draw(st.integers(1, pool.prefix_len))
-        tokens = shared + draw(st.integers(0, 6))
-        above = [] if pool is None else held[pool.pool_id][:shared]
-        sequences[number] = above + [(number, at) for at in range(shared, tokens)]
-        slots.append(slot(number, tokens, shared=shared, uid=0 if pool is None else pool.uid))
-    for pool in draw(st.permutations(pools)):
-        if draw(st.booleans()) and not any(not child.released for child in pool.children):
-            tree.release(pool)
-            del sequences[pool.pool_id]
-    return tree, slots, sequences
+class CellsAgainstModel(RuleBasedStateMachine):
+    """An engine of sets: every sequence is a list of cells, and every cell knows who computed it.
+
+    Pools and slots come and go in any order, and the attribution is compared with counting.
+    """
+
+    SLOTS = 3
+
+    def __init__(self):
+        super().__init__()
+        self.tree = PoolTree(100)
+        self.owner = {}  # cell -> uid of the pool that computed or took it, or ("slot", number)
+        self.pools = {}  # uid -> cells, of what the engine holds
+        self.slots = {number: [] for number in range(self.SLOTS)}
+        self.shared = dict.fromkeys(range(self.SLOTS), (0, 0))  # tokens, uid
+        self.next_uid = 1
+        self.names = 0
+
+    # -- the engine --------------------------------------------------------------------------------------
+
+    def cells(self, count, owner):
+        """New cells."""
+        made = [len(self.owner) + index for index in range(count)]
+        self.owner |= dict.fromkeys(made, owner)
+        return made
+
+    def uid(self):
+        """One that none had before."""
+        self.next_uid += 1
+        return PoolUid(self.next_uid - 1)
+
+    def resident(self):
+        """Pools that can be attached to."""
+        return [pool for pool in self.tree if pool.resident]
+
+    def gone(self, pool):
+        """The engine gives a pool's sequence back."""
+        del self.pools[pool.uid]
+        self.tree.retired(pool)
+
+    def compute(self, name, length, parent, branch_pos, uid):
+        """A pool in tree and engine."""
+        above = [] if parent is None else self.pools[parent.uid][:branch_pos]
+        self.pools[uid] = above + self.cells(length - branch_pos, uid)
+        return add(self.tree, name, length, uid=uid, parent=parent, branch_pos=branch_pos)
+
+    # -- pools -------------------------------------------------------------------------------------------
+
+    @rule(data=st.data(), more=st.integers(0, 8))
+    def create(self, data, more):
+        """A root, an extension or a branch."""
+        parent = data.draw(st.sampled_from([None, *self.resident()]))
+        branch_pos = 0 if parent is None else data.draw(st.integers(1, parent.prefix_len))
+        self.names += 1
+        self.compute(f"p{self.names}", max(1, branch_pos + more), parent, branch_pos, self.uid())
+
+    @precondition(lambda self: len(self.tree))
+    @rule(data=st.data())
+    def release(self, data):
+        """A pool and all below it; the engine hears of it leaves first."""
+        for pool in self.tree.check_release(data.draw(st.sampled_from(list(self.tree))), recursive=True):
+            resident = pool.resident
+            self.tree.release(pool)
+            if resident:
+                self.gone(pool)
+
+    @precondition(lambda self: len(self.tree))
+    @rule(data=st.data())
+    def evict(self, data):
+        """A subtree."""
+        for pool in self.tree.check_evict(data.draw(st.sampled_from(list(self.tree))), flush=True):
+            self.tree.evict(pool)
+            self.gone(pool)
+
+    @precondition(lambda self: len(self.tree))
+    @rule(data=st.data())
+    def revive(self, data):
+        """An evicted pool is computed anew, below its parent if that is there."""
+        pool = data.draw(st.sampled_from(list(self.tree)))
+        if pool.resident:
+            return
+        there = pool.parent is not None and pool.parent.resident
+        parent, branch_pos = (pool.parent, pool.branch_pos) if there else (None, 0)
+        self.compute(pool.pool_id, pool.prefix_len, parent, branch_pos, self.uid())
+
+    # -- slots -------------------------------------------------------------------------------------------
+
+    @rule(number=st.integers(0, SLOTS - 1), data=st.data(), more=st.integers(0, 6))
+    def run(self, number, data, more):
+        """A request, attached to any part of any pool, or to none."""
+        pool = data.draw(st.sampled_from([None, *self.resident()]))
+        shared = 0 if pool is None else data.draw(st.integers(1, pool.prefix_len))
+        above = [] if pool is None else self.pools[pool.uid][:shared]
+        self.slots[number] = above + self.cells(more, ("slot", number))
+        self.shared[number] = (shared, 0 if pool is None else pool.uid)
+
+    @rule(number=st.integers(0, SLOTS - 1), data=st.data(), more=st.integers(0, 6))
+    def go_on(self, number, data, more):
+        """A request that continues the first part of what its slot holds."""
+        keep = data.draw(st.integers(0, len(self.slots[number])))
+        self.slots[number] = self.slots[number][:keep] + self.cells(more, ("slot", number))
+        shared, uid = self.shared[number]
+        self.shared[number] = (min(shared, keep), uid if min(shared, keep) else 0)
+
+    @rule(number=st.integers(0, SLOTS - 1), data=st.data(), wanted=st.booleans())
+    def snapshot(self, number, data, wanted):
+        """The slot's first tokens become a pool, or a ghost; the slot lives on its cells from then on."""
+        held = self.slots[number]
+        if not held:
+            return
+        count = data.draw(st.integers(1, len(held)))
+        shared, uid = self.shared[number]
+        below = self.tree.node(uid) if shared else None
+        branch_pos = min(shared, count)
+        live = below is not None and below.resident
+        if live:  # the tokens may agree for longer than the cells are shared
+            branch_pos = data.draw(st.integers(branch_pos, max(branch_pos, min(count, below.prefix_len))))
+        new = self.uid()
+        above = self.pools[below.uid][:branch_pos] if live else held[:branch_pos]
+        taken = above + held[branch_pos:count]
+        self.owner |= dict.fromkeys(held[branch_pos:count], new)
+        if shared < count:
+            self.slots[number] = taken + held[count:]
+            self.shared[number] = (count, new)
+        self.names += 1
+        if wanted:
+            self.pools[new] = taken
+            add(self.tree, f"p{self.names}", count, uid=new, parent=below, branch_pos=branch_pos)
+            return
+        self.tree.add_ghost(
+            PoolId(f"p{self.names}"),
+            as_tokens(range(count)),
+            scope=Scope(""),
+            number=self.tree.reserve(Scope("")),
+            uid=new,
+            parent=below,
+            branch_pos=branch_pos,
+        )
+        self.tree.retire(self.tree._ghosts[-1].number)
+
+    # -- counting ----------------------------------------------------------------------------------------
+
+    def look(self):
+        """The attribution of this moment, and living cells by owner."""
+        alive = {cell for sequence in (*self.pools.values(), *self.slots.values()) for cell in sequence}
+        counted = {}
+        for cell in alive:
+            counted[self.owner[cell]] = counted.get(self.owner[cell], 0) + 1
+        slots = [
+            slot(number, len(held), shared=self.shared[number][0], uid=self.shared[number][1])
+            for number, held in self.slots.items()
+        ]
+        return attribute(self.tree.nodes(), sample(len(alive), *slots)), counted
+
+    @invariant()
+    def every_cell_has_the_owner_that_computed_it(self):
+        """Own, suffix, unpooled and draining are the living cells by owner, and nothing is left over."""
+        owned, counted = self.look()
+        assert owned.unattributed == 0
+        assert owned.own == {pool.pool_id: counted.pop(pool.uid, 0) for pool in self.resident()}
+        private = dict(owned.suffix) | {rest.slot: rest.cells for rest in owned.unpooled}
+        for number in self.slots:
+            assert private.get(number, 0) == counted.pop(("slot", number), 0)
+        assert sorted(rest.cells for rest in owned.draining) == sorted(counted.values())
+        assert all(rest.holders for rest in owned.draining)
+        assert not owned.dead & counted.keys()
+
+    @rule()
+    def forget_the_dead(self):
+        """What nobody holds is dropped, and never missed."""
+        owned, _ = self.look()
+        self.tree.drop_ghosts(set(owned.dead))
+        assert not self.look()[0].dead
 
 
-@settings(max_examples=300, deadline=None)
-@given(worlds())
-def test_every_cell_has_the_owner_that_computed_it(world):
-    """Own, suffix, unpooled and draining are the sets of living cells by owner, and nothing is left over."""
-    tree, slots, sequences = world
-    cells = {cell for sequence in sequences.values() for cell in sequence}
-    by_owner = {}
-    for owner, _ in cells:
-        by_owner[owner] = by_owner.get(owner, 0) + 1
-    owned = attribute(tree.nodes(), sample(len(cells), *slots))
-    assert owned.unattributed == 0
-    assert owned.own == {pool.pool_id: by_owner.get(pool.pool_id, 0) for pool in tree}
-    private = dict(owned.suffix) | {rest.slot: rest.cells for rest in owned.unpooled}
-    assert {number: count for number, count in private.items() if count} == {
-        number: count for number, count in by_owner.items() if isinstance(number, int)
-    }
-    resident = {pool.pool_id for pool in tree}
-    assert {rest.pool_id: rest.cells for rest in owned.draining} == {
-        owner: count for owner, count in by_owner.items() if owner not in resident and isinstance(owner, str)
-    }
-    assert all(rest.holders for rest in owned.draining)
-    # what is called dead is held by nobody, so that its uid can be forgotten
-    dead = {node.pool_id for node in tree.nodes() if node.uid in owned.dead}
-    assert not any(owner in dead for owner in by_owner)
+TestCellsAgainstModel = CellsAgainstModel.TestCase
+TestCellsAgainstModel.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
