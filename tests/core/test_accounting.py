@@ -1,8 +1,9 @@
 """Claims about ``core.accounting``: every used cell has one owner, checked against sets of cells."""
 
-from hypothesis import settings
+import random
+
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from polykv_proxy.core.accounting import Draining, Unpooled, attribute
 from polykv_proxy.core.pools import PoolTree
@@ -110,16 +111,17 @@ def test_a_dead_child_lets_go_of_its_dead_parent():
     assert attribute(tree.nodes(), sample(0)).dead == {1, 2}
 
 
-class CellsAgainstModel(RuleBasedStateMachine):
+class CellsAgainstModel:
     """An engine of sets: every sequence is a list of cells, and every cell knows who computed it.
 
-    Pools and slots come and go in any order, and the attribution is compared with counting.
+    Args:
+        dice: what happens next.
     """
 
     SLOTS = 3
 
-    def __init__(self):
-        super().__init__()
+    def __init__(self, dice):
+        self.dice = dice
         self.tree = PoolTree(100)
         self.owner = {}  # cell -> uid of the pool that computed or took it, or ("slot", number)
         self.pools = {}  # uid -> cells, of what the engine holds
@@ -141,6 +143,16 @@ class CellsAgainstModel(RuleBasedStateMachine):
         self.next_uid += 1
         return PoolUid(self.next_uid - 1)
 
+    def some_pool(self):
+        """Resident or evicted; there is one if need be."""
+        if not len(self.tree):
+            self.create()
+        return self.dice.choice(list(self.tree))
+
+    def some_slot(self):
+        """Its number."""
+        return self.dice.randrange(self.SLOTS)
+
     def resident(self):
         """Pools that can be attached to."""
         return [pool for pool in self.tree if pool.resident]
@@ -158,37 +170,32 @@ class CellsAgainstModel(RuleBasedStateMachine):
 
     # -- pools -------------------------------------------------------------------------------------------
 
-    @rule(data=st.data(), more=st.integers(0, 8))
-    def create(self, data, more):
+    def create(self):
         """A root, an extension or a branch."""
-        parent = data.draw(st.sampled_from([None, *self.resident()]))
-        branch_pos = 0 if parent is None else data.draw(st.integers(1, parent.prefix_len))
+        parent = self.dice.choice([None, *self.resident()])
+        branch_pos = 0 if parent is None else self.dice.randint(1, parent.prefix_len)
         self.names += 1
-        self.compute(f"p{self.names}", max(1, branch_pos + more), parent, branch_pos, self.uid())
+        self.compute(
+            f"p{self.names}", max(1, branch_pos + self.dice.randint(0, 8)), parent, branch_pos, self.uid()
+        )
 
-    @precondition(lambda self: len(self.tree))
-    @rule(data=st.data())
-    def release(self, data):
+    def release(self):
         """A pool and all below it; the engine hears of it leaves first."""
-        for pool in self.tree.check_release(data.draw(st.sampled_from(list(self.tree))), recursive=True):
+        for pool in self.tree.check_release(self.some_pool(), recursive=True):
             resident = pool.resident
             self.tree.release(pool)
             if resident:
                 self.gone(pool)
 
-    @precondition(lambda self: len(self.tree))
-    @rule(data=st.data())
-    def evict(self, data):
+    def evict(self):
         """A subtree."""
-        for pool in self.tree.check_evict(data.draw(st.sampled_from(list(self.tree))), flush=True):
+        for pool in self.tree.check_evict(self.some_pool(), flush=True):
             self.tree.evict(pool)
             self.gone(pool)
 
-    @precondition(lambda self: len(self.tree))
-    @rule(data=st.data())
-    def revive(self, data):
+    def revive(self):
         """An evicted pool is computed anew, below its parent if that is there."""
-        pool = data.draw(st.sampled_from(list(self.tree)))
+        pool = self.some_pool()
         if pool.resident:
             return
         there = pool.parent is not None and pool.parent.resident
@@ -197,36 +204,35 @@ class CellsAgainstModel(RuleBasedStateMachine):
 
     # -- slots -------------------------------------------------------------------------------------------
 
-    @rule(number=st.integers(0, SLOTS - 1), data=st.data(), more=st.integers(0, 6))
-    def run(self, number, data, more):
+    def run(self):
         """A request, attached to any part of any pool, or to none."""
-        pool = data.draw(st.sampled_from([None, *self.resident()]))
-        shared = 0 if pool is None else data.draw(st.integers(1, pool.prefix_len))
+        number, pool = self.some_slot(), self.dice.choice([None, *self.resident()])
+        shared = 0 if pool is None else self.dice.randint(1, pool.prefix_len)
         above = [] if pool is None else self.pools[pool.uid][:shared]
-        self.slots[number] = above + self.cells(more, ("slot", number))
+        self.slots[number] = above + self.cells(self.dice.randint(0, 6), ("slot", number))
         self.shared[number] = (shared, 0 if pool is None else pool.uid)
 
-    @rule(number=st.integers(0, SLOTS - 1), data=st.data(), more=st.integers(0, 6))
-    def go_on(self, number, data, more):
+    def go_on(self):
         """A request that continues the first part of what its slot holds."""
-        keep = data.draw(st.integers(0, len(self.slots[number])))
-        self.slots[number] = self.slots[number][:keep] + self.cells(more, ("slot", number))
+        number = self.some_slot()
+        keep = self.dice.randint(0, len(self.slots[number]))
+        self.slots[number] = self.slots[number][:keep] + self.cells(self.dice.randint(0, 6), ("slot", number))
         shared, uid = self.shared[number]
         self.shared[number] = (min(shared, keep), uid if min(shared, keep) else 0)
 
-    @rule(number=st.integers(0, SLOTS - 1), data=st.data(), wanted=st.booleans())
-    def snapshot(self, number, data, wanted):
+    def snapshot(self):
         """The slot's first tokens become a pool, or a ghost; the slot lives on its cells from then on."""
+        number = self.some_slot()
         held = self.slots[number]
         if not held:
             return
-        count = data.draw(st.integers(1, len(held)))
+        count = self.dice.randint(1, len(held))
         shared, uid = self.shared[number]
         below = self.tree.node(uid) if shared else None
         branch_pos = min(shared, count)
         live = below is not None and below.resident
         if live:  # the tokens may agree for longer than the cells are shared
-            branch_pos = data.draw(st.integers(branch_pos, max(branch_pos, min(count, below.prefix_len))))
+            branch_pos = self.dice.randint(branch_pos, max(branch_pos, min(count, below.prefix_len)))
         new = self.uid()
         above = self.pools[below.uid][:branch_pos] if live else held[:branch_pos]
         taken = above + held[branch_pos:count]
@@ -235,7 +241,7 @@ class CellsAgainstModel(RuleBasedStateMachine):
             self.slots[number] = taken + held[count:]
             self.shared[number] = (count, new)
         self.names += 1
-        if wanted:
+        if self.dice.random() < 0.5:
             self.pools[new] = taken
             add(self.tree, f"p{self.names}", count, uid=new, parent=below, branch_pos=branch_pos)
             return
@@ -264,7 +270,6 @@ class CellsAgainstModel(RuleBasedStateMachine):
         ]
         return attribute(self.tree.nodes(), sample(len(alive), *slots)), counted
 
-    @invariant()
     def every_cell_has_the_owner_that_computed_it(self):
         """Own, suffix, unpooled and draining are the living cells by owner, and nothing is left over."""
         owned, counted = self.look()
@@ -277,7 +282,6 @@ class CellsAgainstModel(RuleBasedStateMachine):
         assert all(rest.holders for rest in owned.draining)
         assert not owned.dead & counted.keys()
 
-    @rule()
     def forget_the_dead(self):
         """What nobody holds is dropped, and never missed."""
         owned, _ = self.look()
@@ -285,5 +289,13 @@ class CellsAgainstModel(RuleBasedStateMachine):
         assert not self.look()[0].dead
 
 
-TestCellsAgainstModel = CellsAgainstModel.TestCase
-TestCellsAgainstModel.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0))
+def test_every_cell_has_the_owner_that_computed_it(seed):
+    """Pools and slots come and go in any order; at every moment the attribution is what counting finds."""
+    model = CellsAgainstModel(random.Random(seed))
+    steps = [model.create, model.create, model.run, model.run, model.go_on, model.snapshot]
+    steps += [model.release, model.evict, model.revive, model.forget_the_dead]
+    for _ in range(40):
+        model.dice.choice(steps)()
+        model.every_cell_has_the_owner_that_computed_it()
