@@ -73,6 +73,9 @@ class _Ours(msgspec.Struct, forbid_unknown_fields=True):
     lease_id: str | None = None
 
 
+_NOTHING_ASKED = _Ours()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
     """A request's wishes."""
@@ -117,8 +120,8 @@ def read(body: bytes, family: Family, headers: dict[str, str]) -> Asked:
         parsed = msgspec.json.decode(body, type=_Body)
     except (msgspec.DecodeError, RecursionError):
         parsed = _Body()  # not JSON, no object, or nested out of all reason: the engine's to refuse
-    ours = _ours(parsed, headers)
     stripped = any(getattr(parsed, key) is not msgspec.UNSET for key in OUR_KEYS)
+    ours = _ours(parsed, headers) if stripped or headers else _NOTHING_ASKED
     structured = family.count_path is not None
     completions = _number(parsed.n) or _number(parsed.n_cmpl) or 1
     return Asked(
@@ -251,7 +254,9 @@ def _chain(parsed: _Body, family: Family, *, structured: bool) -> Chain:
         return ()
     if not structured:
         return _text_chain(family.dialect.value.encode(), _bytes(parsed.prompt))
-    system = _VOLATILE.sub(rb"\1", _bytes(parsed.system))
+    system = _bytes(parsed.system)
+    if b"x-anthropic-billing-header" in system:
+        system = _VOLATILE.sub(rb"\1", system)
     rest = (parsed.instructions, parsed.tools, parsed.chat_template_kwargs)
     messages = _items(parsed.messages) + _items(parsed.input)
     first = next((at for at, message in enumerate(messages) if not _sets_the_scene(message)), len(messages))

@@ -6,6 +6,7 @@ from the key alone and the engine compares tokens before it reuses anything.
 
 from __future__ import annotations
 
+import re
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
@@ -43,21 +44,29 @@ SESSION_HEADERS = (
 
 OUR_HEADER_PREFIX = b"x-polykv-"
 
+_IS_OURS = re.compile(OUR_HEADER_PREFIX).match
+
+_SESSION_NAMES = frozenset(SESSION_HEADERS)
+
 _METADATA_KEYS = ("session_id", "thread_id", "conversation_id")
 
 
 def our_headers(head: RequestHead) -> dict[str, str]:
     """The client's ``X-PolyKV-*`` headers, names in lower case."""
+    if not any(map(_IS_OURS, head.index)):
+        return {}
     return {
-        name.lower().decode("latin-1"): value.decode("latin-1")
-        for name, value in head.headers
-        if name.lower().startswith(OUR_HEADER_PREFIX)
+        name.decode("latin-1"): value.decode("latin-1")
+        for name, value in head.index.items()
+        if name.startswith(OUR_HEADER_PREFIX)
     }
 
 
-def without_ours(headers: Headers) -> Headers:
+def without_ours(head: RequestHead) -> Headers:
     """Headers for the engine: it takes orders from ``X-PolyKV-*``, so those of clients never reach it."""
-    return [field for field in headers if not field[0].lower().startswith(OUR_HEADER_PREFIX)]
+    if not any(map(_IS_OURS, head.index)):
+        return head.headers
+    return [field for field in head.headers if not field[0].lower().startswith(OUR_HEADER_PREFIX)]
 
 
 def scope_of(head: RequestHead, *, shared: bool) -> Scope:
@@ -100,10 +109,11 @@ def session_name(head: RequestHead, field: str | None, metadata: bytes | None) -
     """
     if field is not None:
         return field
-    for name in SESSION_HEADERS:
-        value = head.get_text(name)
-        if value and (clean := _clean(value)):
-            return clean
+    if not _SESSION_NAMES.isdisjoint(head.index):
+        for name in SESSION_HEADERS:
+            value = head.get_text(name)
+            if value and (clean := _clean(value)):
+                return clean
     return _from_metadata(metadata) if metadata else None
 
 

@@ -260,7 +260,7 @@ class Inference:
     async def _send(self, work: _Work) -> UpstreamResponse:
         head, lease = work.exchange.head, work.lease
         assert lease is not None
-        headers, body = list(without_ours(head.headers)), work.asked.body
+        headers, body = list(without_ours(head)), work.asked.body
         if self._runtime.plane.capability is Capability.ZERO_COPY:
             headers.append((b"X-PolyKV-Slot", b"%d" % lease.slots[0]))
             headers.append((b"X-PolyKV-Tag", b"%d" % lease.lease_id))
@@ -276,9 +276,7 @@ class Inference:
             headers,
             body,
             # a client may not declare our headers to be about its own connection
-            named=frozenset(
-                name for name in head.connection_named() if not name.startswith(OUR_HEADER_PREFIX)
-            ),
+            named=_not_ours(head.connection_named()),
             on_interim=work.exchange.interim,
         )
 
@@ -395,6 +393,10 @@ class Inference:
         if work.asked.ignored_slot:
             block["id_slot_ignored"] = True
         return block
+
+
+def _not_ours(names: frozenset[bytes]) -> frozenset[bytes]:
+    return frozenset(name for name in names if not name.startswith(OUR_HEADER_PREFIX)) if names else names
 
 
 def _patience(going: asyncio.Future[T]) -> Callable[[float], Awaitable[tuple[T] | None]]:

@@ -85,7 +85,7 @@ class Routes:
                 await self._status.props(exchange)
                 return
         await self._await_engine()
-        await self._pass(exchange, self._upstream, without_ours(head.headers))
+        await self._pass(exchange, self._upstream, without_ours(head))
 
     async def _post(self, exchange: Exchange, path: str) -> bool:
         """Answer a POST that needs more than to be passed through; returns whether it was one."""

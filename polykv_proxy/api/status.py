@@ -49,7 +49,7 @@ class Status:
         response = await self._upstream.send(
             head.method,
             head.target,
-            without_ours(head.headers),
+            without_ours(head),
             named=head.connection_named(),
             on_interim=exchange.interim,
         )
@@ -88,7 +88,7 @@ class Status:
         try:
             head = exchange.head
             response = await self._upstream.send(
-                head.method, head.target, without_ours(head.headers), body, named=head.connection_named()
+                head.method, head.target, without_ours(head), body, named=head.connection_named()
             )
             if action == "save" and response.head.status == 200:
                 content = Content.OLD
