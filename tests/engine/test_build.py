@@ -310,7 +310,9 @@ def test_two_builds_at_once_build_once(world):
 def test_interruption_installs_nothing_and_leaves_no_process(world, number):
     """Ctrl-C or a service manager's stop in the middle of a compilation."""
     world.put("ninja_hangs")
-    code = "import sys, fake_build; fake_build.build_in(sys.argv[1])"
+    # whoever runs the tests in the background may have had SIGINT ignored, which children inherit
+    listens = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    code = listens + "import sys, fake_build; fake_build.build_in(sys.argv[1])"
     argv = [sys.executable, "-c", code, str(world.folder)]
     process = subprocess.Popen(
         argv, cwd=Path(__file__).parent, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
