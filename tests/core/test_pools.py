@@ -1,9 +1,10 @@
 """Claims about ``core.pools``: ids by content, numbers, release order, and what is left of released pools."""
 
+import random
+
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from polykv_proxy.core.pools import PoolTree, pool_id_of
 from polykv_proxy.core.prefix import block_hashes
@@ -449,13 +450,17 @@ def spelled(content):
     return as_tokens([ord(letter) for letter in content for _ in range(RUN)])
 
 
-class TreeAgainstModel(RuleBasedStateMachine):
-    """Random lives of a tree, compared with plain tables."""
+class TreeAgainstModel:
+    """A tree and plain tables that live the same life.
+
+    Args:
+        dice: what happens next.
+    """
 
     MAX = 4
 
-    def __init__(self):
-        super().__init__()
+    def __init__(self, dice):
+        self.dice = dice
         self.tree = PoolTree(self.MAX)
         self.alive = {}  # content -> (state, parent content, D)
         self.before = {}  # what those were that are computed again
@@ -465,6 +470,10 @@ class TreeAgainstModel(RuleBasedStateMachine):
         self.next_uid = 1
 
     # -- helpers -----------------------------------------------------------------------------------------
+
+    def some(self, *states):
+        """A content that is in the tree, in one of these states if there is one."""
+        return self.dice.choice([each for each in self.alive if self.state(each) in states] or [*self.alive])
 
     def pool(self, content):
         """The pool of a content."""
@@ -525,22 +534,20 @@ class TreeAgainstModel(RuleBasedStateMachine):
 
     # -- rules -------------------------------------------------------------------------------------------
 
-    @rule(content=st.sampled_from(CONTENTS), data=st.data())
-    def create(self, content, data):
+    def create(self):
         """A root, an extension or a branch is entered."""
+        content = self.dice.choice(CONTENTS)
         if self.holds_number(content):
             return
         resident = [each for each in self.alive if self.state(each) == "resident"]
-        above = data.draw(st.sampled_from([None, *(each for each in resident if each[0] == content[0])]))
+        above = self.dice.choice([None, *(each for each in resident if each[0] == content[0])])
         common = 0 if above is None else self.pool(above).match(spelled(content))
-        branch_pos = data.draw(st.integers(1, common)) if common else 0
+        branch_pos = self.dice.randint(1, common) if common else 0
         self.enter(content, None if above is None else self.pool(above), branch_pos)
 
-    @precondition(lambda self: self.alive)
-    @rule(data=st.data())
-    def revive(self, data):
+    def revive(self):
         """An evicted pool is to come back to its place; without a parent there it stands alone."""
-        content = data.draw(st.sampled_from(sorted(self.alive)))
+        content = self.some("evicted")
         if self.state(content) != "evicted":
             return
         old = self.pool(content)
@@ -549,11 +556,10 @@ class TreeAgainstModel(RuleBasedStateMachine):
             self.tree.detach(pool)
             self.alive[content] = ("materializing", None, 0)
 
-    @precondition(lambda self: self.alive)
-    @rule(data=st.data(), works=st.booleans(), unsure=st.booleans())
-    def computed(self, data, works, unsure):
+    def computed(self):
         """The engine is done with a pool."""
-        content = data.draw(st.sampled_from(sorted(self.alive)))
+        works, unsure = self.dice.random() < 0.7, self.dice.random() < 0.5
+        content = self.some("materializing")
         state, parent, branch_pos = self.alive[content]
         if state != "materializing":
             return
@@ -573,16 +579,16 @@ class TreeAgainstModel(RuleBasedStateMachine):
         if unsure:
             self.retiring.append(pool.number)
 
-    @rule(content=st.sampled_from(CONTENTS), wanted=st.booleans(), data=st.data())
-    def snapshot(self, content, wanted, data):
+    def snapshot(self):
         """A number is reserved, and used for a pool below anything that holds cells, or for a ghost."""
+        content, wanted = self.dice.choice(CONTENTS), self.dice.random() < 0.5
         if self.used() == self.MAX:
             with pytest.raises(PoolCapacityError):
                 self.tree.reserve(SCOPE)
             return
         number = self.tree.reserve(SCOPE)
         nodes = [node for node in self.tree.nodes() if node.match(spelled(content))]
-        below = data.draw(st.sampled_from([None, *nodes]))
+        below = self.dice.choice([None, *nodes])
         branch_pos = 0 if below is None else below.match(spelled(content))
         if wanted and not self.holds_number(content):
             pool = self.enter(content, below, branch_pos, number=number)
@@ -597,17 +603,14 @@ class TreeAgainstModel(RuleBasedStateMachine):
         self.ghosts[uid] = number
         self.retiring.append(number)
 
-    @precondition(lambda self: self.alive)
-    @rule(data=st.data(), pin=st.booleans())
-    def pin(self, data, pin):
+    def pin(self):
         """Somebody holds a pool, or does not any more."""
-        self.pool(data.draw(st.sampled_from(sorted(self.alive)))).pinned = pin
+        self.pool(self.some()).pinned = self.dice.random() < 0.3
 
-    @precondition(lambda self: self.alive)
-    @rule(data=st.data(), flush=st.booleans())
-    def evict(self, data, flush):
+    def evict(self):
         """Cells are given back, with those of the subtree; ids and places stay."""
-        content = data.draw(st.sampled_from(sorted(self.alive)))
+        flush = self.dice.random() < 0.5
+        content = self.some()
         doomed = self.below(content) if flush else [content]
         refused = (
             any(self.pool(each).pinned for each in doomed)
@@ -630,11 +633,10 @@ class TreeAgainstModel(RuleBasedStateMachine):
             self.alive[name] = ("evicted", *self.alive[name][1:])
             self.haunt(pool)
 
-    @precondition(lambda self: self.alive)
-    @rule(data=st.data(), recursive=st.booleans())
-    def release(self, data, recursive):
+    def release(self):
         """A pool is released, with what is below it."""
-        content = data.draw(st.sampled_from(sorted(self.alive)))
+        recursive = self.dice.random() < 0.5
+        content = self.some()
         doomed = self.below(content)
         refused = (len(doomed) > 1 and not recursive) or any(
             self.state(each) == "materializing" for each in doomed
@@ -654,25 +656,22 @@ class TreeAgainstModel(RuleBasedStateMachine):
                 self.haunt(pool)
             self.released.add(name)
 
-    @precondition(lambda self: self.retiring)
-    @rule(data=st.data())
-    def retired(self, data):
-        """The engine gave a number back."""
-        number = data.draw(st.sampled_from(self.retiring))
+    def retired(self):
+        """The engine gives numbers back."""
+        if not self.retiring:
+            return
+        number = self.dice.choice(self.retiring)
         self.retiring.remove(number)
         self.tree.retire(number)
 
-    @precondition(lambda self: self.ghosts)
-    @rule(data=st.data())
-    def nobody_holds(self, data):
+    def nobody_holds(self):
         """The engine shows no holder of some ghosts: those go whose numbers are back."""
-        uids = data.draw(st.sets(st.sampled_from(sorted(self.ghosts))))
+        uids = {uid for uid in self.ghosts if self.dice.random() < 0.5}
         self.tree.drop_ghosts(uids)
         for uid in uids:
             if self.ghosts[uid] not in self.retiring:
                 del self.ghosts[uid]
 
-    @rule()
     def lose_all(self):
         """The engine was restarted."""
         self.tree.lose_all()
@@ -681,7 +680,6 @@ class TreeAgainstModel(RuleBasedStateMachine):
 
     # -- what always holds -------------------------------------------------------------------------------
 
-    @invariant()
     def same_pools(self):
         """Ids, contents, states and places are the model's."""
         assert len(self.tree) == len(self.alive)
@@ -695,7 +693,6 @@ class TreeAgainstModel(RuleBasedStateMachine):
         for content in self.released:
             assert self.tree.was_released(content_id(spelled(content)))
 
-    @invariant()
     def edges_agree(self):
         """Who has a parent is its child, once; what a child shares is the parent's, token for token."""
         everyone = [*self.tree, *(node for node in self.tree.nodes() if node.released)]
@@ -711,7 +708,6 @@ class TreeAgainstModel(RuleBasedStateMachine):
             if pool.resident and pool.parent is not None:
                 assert pool.parent.resident or pool.parent.released
 
-    @invariant()
     def numbers_are_unique_and_few(self):
         """No two holders of a sequence id share it."""
         taken = [pool.number for pool in self.tree if pool.occupies_sequence]
@@ -719,13 +715,11 @@ class TreeAgainstModel(RuleBasedStateMachine):
         assert len(set(taken)) == len(taken) == self.tree.sequences_used == self.used() <= self.MAX
         assert set(taken) <= set(range(self.MAX))
 
-    @invariant()
     def nodes_are_what_may_hold_cells(self):
         """Resident pools, and ghosts until they are dropped."""
         resident = [self.pool(each).uid for each in self.alive if self.state(each) == "resident"]
         assert sorted(node.uid for node in self.tree.nodes()) == sorted([*resident, *self.ghosts])
 
-    @invariant()
     def the_index_holds_the_resident(self):
         """Each of them, at each of its blocks, and nobody else."""
         index = self.tree.index
@@ -740,5 +734,19 @@ class TreeAgainstModel(RuleBasedStateMachine):
         assert found == blocks
 
 
-TestTreeAgainstModel = TreeAgainstModel.TestCase
-TestTreeAgainstModel.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0))
+def test_a_tree_lives_as_its_model_does(seed):
+    """Forks, snapshots, evictions, revivals, releases, failures and restarts in any order."""
+    model = TreeAgainstModel(random.Random(seed))
+    steps = [model.create] * 4 + [model.computed] * 4 + [model.retired] * 3 + [model.evict, model.revive] * 2
+    steps += [model.snapshot, model.pin, model.release, model.nobody_holds]
+    for _ in range(60):
+        model.dice.choice(steps if model.alive else [model.create, model.retired])()
+        if model.dice.random() < 0.02:
+            model.lose_all()
+        model.same_pools()
+        model.edges_agree()
+        model.numbers_are_unique_and_few()
+        model.nodes_are_what_may_hold_cells()
+        model.the_index_holds_the_resident()
