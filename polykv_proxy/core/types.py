@@ -51,18 +51,15 @@ def as_tokens(ids: Iterable[int]) -> Tokens:
 def common_prefix(a: Tokens, b: Tokens) -> int:
     """Number of leading tokens on which both agree.
 
-    Halves the interval around the first difference with slice comparisons, so that agreement costs a
-    memory comparison and not a loop: 131,072 equal tokens take some 30 microseconds.
+    Halves the interval around the first difference. Slices of arrays are copied and compared at memory
+    speed, so 131,072 equal tokens take a tenth of a millisecond; views compare element by element.
     """
-    high = min(len(a), len(b))
-    view_a, view_b = memoryview(a).cast("B"), memoryview(b).cast("B")
-    width = a.itemsize
-    if view_a[: high * width] == view_b[: high * width]:
+    low, high = 0, min(len(a), len(b))
+    if a[:high] == b[:high]:
         return high
-    low = 0
     while high - low > 1:
         middle = (low + high) // 2
-        if view_a[low * width : middle * width] == view_b[low * width : middle * width]:
+        if a[low:middle] == b[low:middle]:
             low = middle
         else:
             high = middle
