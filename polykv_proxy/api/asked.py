@@ -30,6 +30,8 @@ TEXT_LINK_BYTES = 256
 _VOLATILE = re.compile(rb"(x-anthropic-billing-header:[^\"]*?cch=)[0-9a-f]+")
 """A marker that Claude Code changes with every request; the engine masks it too before it tokenizes."""
 
+_SIGN_BIT = 1 << 31
+
 OUR_KEYS = ("pool_id", "session_id", "shared_prefix_n_tokens", "shared_pool_slot", "opencoti")
 
 _Raw = msgspec.Raw | msgspec.UnsetType
@@ -116,16 +118,13 @@ def read(body: bytes, family: Family, headers: dict[str, str]) -> Asked:
     Raises:
         BadRequestError: a member of ours is wrong; ``param`` names it.
     """
-    try:
-        parsed = msgspec.json.decode(body, type=_Body)
-    except (msgspec.DecodeError, RecursionError):
-        parsed = _Body()  # not JSON, no object, or nested out of all reason: the engine's to refuse
+    text, parsed = _parsed(body)
     stripped = any(getattr(parsed, key) is not msgspec.UNSET for key in OUR_KEYS)
     ours = _ours(parsed, headers) if stripped or headers else _NOTHING_ASKED
     structured = family.count_path is not None
-    completions = _number(parsed.n) or _number(parsed.n_cmpl) or 1
+    completions = _number(parsed.n_cmpl) or _number(parsed.n) or 1  # the engine's order
     return Asked(
-        body=without(body, OUR_KEYS) if stripped else body,
+        body=without(text, OUR_KEYS) if stripped else body,
         ours=stripped or bool(headers),
         pool_id=ours.pool_id,
         session=ours.session_id,
@@ -145,6 +144,27 @@ def read(body: bytes, family: Family, headers: dict[str, str]) -> Asked:
         chain=_chain(parsed, family, structured=structured),
         structured=structured,
     )
+
+
+def _parsed(body: bytes) -> tuple[bytes, _Body]:
+    """The JSON text of a body, and its members; none where it is no object, which the engine refuses.
+
+    What the engine would run must not pass unread, or it runs in more slots than it was given. Its parser
+    skips a byte order mark, takes a NUL for the end, and knows no bound of nesting.
+
+    Raises:
+        BadRequestError: it is nested out of all reason.
+    """
+    try:
+        try:
+            return body, msgspec.json.decode(body, type=_Body)
+        except msgspec.DecodeError:
+            text = body.removeprefix(b"\xef\xbb\xbf").partition(b"\0")[0]
+            return text, msgspec.json.decode(text, type=_Body)
+    except msgspec.DecodeError:
+        return body, _Body()
+    except RecursionError:
+        raise BadRequestError("the body is nested too deeply") from None
 
 
 def prompt_tokens(raw: bytes) -> Tokens | str | None:
@@ -202,7 +222,7 @@ def without(body: bytes, keys: Iterable[str]) -> bytes:
     """
     try:
         members = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise BadRequestError(f"not valid JSON: {error}") from None
     for key in keys:
         members.pop(key, None)
@@ -222,8 +242,16 @@ def _object(raw: _Raw) -> dict[str, Any]:
 
 
 def _number(raw: _Raw) -> int | None:
+    """A positive number as the engine reads it: fractions are cut off, and 32 bits are kept."""
     text = _bytes(raw)
-    return int(text) if text.isdigit() and len(text) < 6 else None
+    if not text or (text.isdigit() and len(text) < 6):
+        return int(text or b"0") or None
+    try:
+        value = msgspec.json.decode(text, type=int | float)
+    except msgspec.DecodeError:
+        return None
+    number = (int(value) + _SIGN_BIT) % (2 * _SIGN_BIT) - _SIGN_BIT
+    return number if number > 0 else None
 
 
 def _is_list_of_prompts(raw: _Raw) -> bool:

@@ -1,5 +1,6 @@
 """Claims about ``api.asked``: our members are read strictly and stripped, everything else keeps its bytes."""
 
+import contextlib
 import json
 
 import msgspec
@@ -193,11 +194,44 @@ def test_odd_numbers_in_stream_options_do_no_harm():
 
 @pytest.mark.parametrize(
     ("body", "completions"),
-    [({"n": 3}, 3), ({"n_cmpl": 2}, 2), ({"n": 0}, 1), ({"n": -1}, 1), ({"n": 1e3}, 1)],
+    [
+        ({"n": 3}, 3),
+        ({"n_cmpl": 2}, 2),
+        ({"n": 1, "n_cmpl": 3}, 3),
+        ({"n": 3, "n_cmpl": None}, 3),
+        ({"n": 0}, 1),
+        ({"n": -1}, 1),
+        ({"n": "3"}, 1),
+        ({"n": True}, 1),
+        ({"n": 1e3}, 1000),
+        ({"n": 3.9}, 3),
+        ({"n": 2**32 + 3}, 3),
+        ({"n": 2**31}, 1),
+        (b'{"n":1e999}', 1),
+    ],
 )
-def test_completions_are_counted(body, completions):
-    """A number beyond reason counts as one: the engine will refuse it."""
+def test_completions_are_counted_as_the_engine_counts_them(body, completions):
+    """It casts numbers, and ``n_cmpl`` comes first; what it refuses counts as one."""
     assert asked(body).completions == completions
+
+
+@pytest.mark.parametrize("around", [b"\xef\xbb\xbf%b", b"%b\0", b"%b\0 more", b"\xef\xbb\xbf%b\0"])
+def test_what_the_engines_parser_skips_hides_nothing(around):
+    """A byte order mark, and whatever follows a NUL: such a body runs, so it is read."""
+    wanted = asked(around % b'{"n":3,"prompt":["a","b"]}', TEXT)
+    assert (wanted.completions, wanted.many_prompts) == (3, True)
+    assert asked(around % b'{"pool_id":"p","n":1}').body == b'{"n":1}'
+
+
+@pytest.mark.parametrize("ours", [b"", b'"pool_id":"p",'])
+@pytest.mark.parametrize("depth", [*range(980, 1004), 100_000])
+def test_a_body_nested_out_of_all_reason_is_refused(ours, depth):
+    """The engine would run it, but nobody could say in how many slots."""
+    with contextlib.suppress(BadRequestError):
+        assert asked(b'{%b"n":3,"x":%b}' % (ours, b"[" * depth + b"]" * depth)).completions == 3
+    if depth > 1000:
+        with pytest.raises(BadRequestError, match="nested too deeply"):
+            asked(b'{%b"n":3,"x":%b}' % (ours, b"[" * depth + b"]" * depth))
 
 
 @pytest.mark.parametrize(
