@@ -62,7 +62,7 @@ class Guard:
             raise ForbiddenError(f"Host {host!r} is not one of this service's", code="foreign_host")
         origin = headers.get("Origin")
         if origin is not None and _netloc(origin) != host.lower():
-            raise ForbiddenError(f"pages of {origin} may not use these routes", code="foreign_origin")
+            raise ForbiddenError(f"pages of {origin!r} may not use these routes", code="foreign_origin")
         if method not in _SAFE_METHODS and method != "DELETE":
             kind = headers.get("Content-Type", "").partition(";")[0].strip().lower()
             if kind != "application/json":

@@ -72,7 +72,7 @@ class Routes:
         path = engine_path(head.path)
         if path == "/polykv" or path.startswith("/polykv/"):
             if path.startswith("/polykv/engine"):
-                raise NotFoundError(f"{path} does not exist", code="route_not_found")
+                raise NotFoundError(f"{head.path} does not exist", code="route_not_found")
             await self._pass(exchange, self._control, head.headers)
             return
         if head.method == "POST" and await self._post(exchange, path):
@@ -100,7 +100,9 @@ class Routes:
             await self._status.slot_action(exchange, SlotId(int(match[1])))
             return True
         if path.startswith("/slots/"):  # the engine reads "0x" and "+0" as numbers too
-            raise BadRequestError(f"{path}: not a slot number", code="no_such_slot", param="id_slot")
+            raise BadRequestError(
+                f"{exchange.head.path}: not a slot number", code="no_such_slot", param="id_slot"
+            )
         return False
 
     async def _await_engine(self) -> None:
@@ -128,7 +130,10 @@ class Routes:
 
 
 def engine_path(path: str) -> str:
-    """The path as the engine's HTTP library reads it: no spelling of a route may slip past its handler."""
+    """The path as the engine's HTTP library reads it: no spelling of a route may slip past its handler.
+
+    For comparing only: escapes can make of it what no answer can be encoded with.
+    """
     path = path.partition("#")[0]
     return _ESCAPE.sub(lambda found: chr(int(found[1] or found[2], 16)), path) if "%" in path else path
 

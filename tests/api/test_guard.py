@@ -33,12 +33,15 @@ def test_other_hosts_are_refused(host):
     assert caught.value.code == "foreign_host"
 
 
-@pytest.mark.parametrize("origin", ["http://evil.example", "null", "http://localhost:1", "http://[::1", ""])
+@pytest.mark.parametrize(
+    "origin", ["http://evil.example", "null", "http://localhost:1", "http://[::1", "", "http://\udcff"]
+)
 def test_pages_of_others_are_refused(origin):
     """An Origin has to be the host that was asked for, port included."""
     with pytest.raises(ForbiddenError) as caught:
         check(Guard(None, []), Origin=origin)
     assert caught.value.code == "foreign_origin"
+    assert caught.value.message.encode()  # a header may hold any bytes, an answer only text
 
 
 def test_our_own_page_passes():

@@ -34,6 +34,13 @@ async def test_the_engines_internal_routes_are_not_reachable(rig, path, method):
     assert all(request.path == "/polykv/engine/counters" for request in later)  # our own sampler
 
 
+@pytest.mark.parametrize("path", ["/polykv/engine%uD800", "/slots/%uD800", "/slots/%u0000"])
+async def test_a_path_that_no_answer_can_hold_gets_an_answer_all_the_same(rig, path):
+    """Escapes of half a character decode to what UTF-8 cannot encode."""
+    answer = await rig.ask(path, {})
+    assert (answer.status, path in answer.error["message"]) == (400 if "slots" in path else 404, True)
+
+
 @pytest.mark.parametrize(
     "path", ["/v1/%63hat/completions", "/v1/chat%2Fcompletions", "/v1/chat/completions#x"]
 )
