@@ -7,7 +7,7 @@
         ...
         engine.gate.set()
 
-Cells are counted as the real engine does: a pool's once, and of each slot what it does not share.
+Every pool and every slot has a list of cells; as on the real engine, those that several hold are one.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ class Pool:
 
     uid: int
     tokens: list[int]
+    cells: list[int]
 
 
 @dataclass
@@ -54,6 +55,7 @@ class Slot:
     """A slot and what its sequence holds."""
 
     tokens: list[int] = field(default_factory=list)
+    cells: list[int] = field(default_factory=list)
     shared: int = 0
     pool_uid: int = 0
     task: int = -1
@@ -72,6 +74,9 @@ class FakePolykv(FakeEngine):
         epoch: changes with ``restart``.
         gate: generations wait for it before they answer.
         pool_gate: so do computations of pools.
+        prefill_gate: prompts are computed only up to ``prefilled`` tokens until it is set.
+        prefilled: see there.
+        snapshot_gate: snapshots are taken, but not answered until it is set.
         pools: by number.
         sequences: the slots.
         overlaps: requests that came to a slot that was at work.
@@ -89,6 +94,11 @@ class FakePolykv(FakeEngine):
         self.gate.set()
         self.pool_gate = asyncio.Event()
         self.pool_gate.set()
+        self.prefill_gate = asyncio.Event()
+        self.prefill_gate.set()
+        self.prefilled = 0
+        self.snapshot_gate = asyncio.Event()
+        self.snapshot_gate.set()
         self.pools: dict[int, Pool] = {}
         self.sequences = [Slot() for _ in range(slots)]
         self.overlaps: list[Recorded] = []
@@ -99,6 +109,7 @@ class FakePolykv(FakeEngine):
         self.damage: str | None = None
         self._next_uid = 1
         self._next_task = 1
+        self._next_cell = 0
 
     def restart(self) -> None:
         """The model is loaded again: everything it held is gone."""
@@ -160,14 +171,7 @@ class FakePolykv(FakeEngine):
         )
 
     async def _counters(self, _request: web.Request) -> web.Response:
-        uids = {pool.uid for pool in self.pools.values()}
-        held = {slot.pool_uid: 0 for slot in self.sequences}
-        for slot in self.sequences:
-            held[slot.pool_uid] = max(held[slot.pool_uid], slot.shared)
-        used = sum(len(pool.tokens) for pool in self.pools.values())
-        used += sum(len(slot.tokens) - slot.shared for slot in self.sequences)
-        used += sum(shared for uid, shared in held.items() if uid not in uids)
-        used += self._next_uid if self.damage == "leak" else 0
+        used = self.used + (self._next_uid if self.damage == "leak" else 0)
         slots = [
             {
                 "id": number,
@@ -208,25 +212,48 @@ class FakePolykv(FakeEngine):
     async def _pool(self, request: web.Request) -> web.Response:
         number, action = int(request.match_info["number"]), request.query.get("action")
         if action == "release":
-            pool = self.pools.pop(number, None)
-            if pool is None:
+            before = self.used
+            if self.pools.pop(number, None) is None:
                 return _refuse(404, f"pool {number} does not exist")
-            held = max((slot.shared for slot in self.sequences if slot.pool_uid == pool.uid), default=0)
-            return web.json_response({"id_pool": number, "n_cells_freed": len(pool.tokens) - held})
+            return web.json_response({"id_pool": number, "n_cells_freed": before - self.used})
         body = await request.json()
         if number in self.pools:
             return _refuse(400, f"pool {number} is taken")
-        slot = self.sequences[body["id_slot"]]
+        parent = self.pools.get(body["parent"]) if "parent" in body else None
+        if "parent" in body and parent is None:
+            return _refuse(404, f"pool {body['parent']} does not exist")
+        return await (self._snapshot if action == "snapshot" else self._materialize)(number, body, parent)
+
+    async def _materialize(self, number: int, body: dict[str, Any], parent: Pool | None) -> web.Response:
+        tokens, slot = body["tokens"], self.sequences[body["id_slot"]]
+        above = [] if parent is None else parent.cells[: body["n_parent"]]
+        if parent is not None and agreeing(parent.tokens, tokens) < body["n_parent"]:
+            return _refuse(400, "the tokens are not the parent's")
+        kept = slot.cells[: agreeing(slot.tokens, tokens)]  # the engine goes on from what the slot holds
         self._begin(slot, body["tag"])
         try:
             await self.pool_gate.wait()
-            self.pools[number] = self.holding(body["tokens"])
+            cells = above + kept[len(above) :]
+            computed = len(tokens) - len(cells)
+            self.pools[number] = self.holding(tokens, cells)
         finally:
             slot.running = False
-        timings = {"cache_n": 0, "prompt_n": len(body["tokens"]), "prompt_ms": 1.0}
-        return web.json_response(
-            {"uid": self.pools[number].uid, "n_tokens": len(body["tokens"]), "timings": timings}
-        )
+        timings = {"cache_n": len(cells), "prompt_n": computed, "prompt_ms": 1.0}
+        return web.json_response({"uid": self.pools[number].uid, "n_tokens": len(tokens), "timings": timings})
+
+    async def _snapshot(self, number: int, body: dict[str, Any], parent: Pool | None) -> web.Response:
+        slot = self.sequences[body["from_slot"]]
+        n = body.get("n", len(slot.tokens))
+        if not 0 < n <= len(slot.tokens):
+            return _refuse(400, f"n must be between 1 and the {len(slot.tokens)} tokens of the slot")
+        tokens = slot.tokens[:n]
+        n_parent = 0 if parent is None else agreeing(parent.tokens, tokens)
+        above = [] if parent is None else parent.cells[:n_parent]
+        pool = self.pools[number] = self.holding(tokens, above + slot.cells[n_parent:n])
+        if slot.shared < n:
+            slot.cells, slot.shared, slot.pool_uid = pool.cells + slot.cells[n:], n, pool.uid
+        await self.snapshot_gate.wait()
+        return web.json_response({"uid": pool.uid, "n_parent": n_parent, "tokens": tokens})
 
     async def _cancel(self, request: web.Request) -> web.Response:
         slot = self.sequences[int(request.match_info["slot"])]
@@ -241,14 +268,26 @@ class FakePolykv(FakeEngine):
             self.sequences[int(request.match_info["slot"])] = Slot()
         return answer
 
-    def holding(self, tokens: list[int]) -> Pool:
-        """A pool of these tokens under a uid that none had before."""
+    @property
+    def used(self) -> int:
+        """Cells that somebody holds."""
+        holders = [*self.pools.values(), *self.sequences]
+        return len({cell for holder in holders for cell in holder.cells})
+
+    def new_cells(self, count: int) -> list[int]:
+        """Cells that nobody had before."""
+        self._next_cell += count
+        return list(range(self._next_cell - count, self._next_cell))
+
+    def holding(self, tokens: list[int], cells: list[int] | None = None) -> Pool:
+        """A pool of these tokens, the first in these cells, under a uid that none had before."""
         self._next_uid += 1
-        return Pool(self._next_uid - 1, tokens)
+        held = list(cells or [])
+        return Pool(self._next_uid - 1, tokens, held + self.new_cells(len(tokens) - len(held)))
 
     def _begin(self, slot: Slot, tag: int) -> None:
         slot.task, slot.tag, slot.running = self._next_task, tag, True
-        slot.tokens, slot.shared, slot.pool_uid = [], 0, 0
+        slot.tokens, slot.cells, slot.shared, slot.pool_uid = [], [], 0, 0
         self._next_task += 1
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
@@ -267,9 +306,14 @@ class FakePolykv(FakeEngine):
         self._begin(slot, int(recorded.header("x-polykv-tag") or 0))
         task = slot.task
         try:
-            slot.tokens = self._prompt(recorded)
-            cached = self._attach(slot, recorded)
-            script = replace(script, cache_n=cached, prompt_n=len(slot.tokens) - cached)
+            tokens = self._prompt(recorded)
+            cached = self._attach(slot, recorded, tokens)
+            self._compute(slot, tokens[: max(len(slot.tokens), self.prefilled)])
+            await self.prefill_gate.wait()
+            if script.fault == "die_in_prompt":
+                return _die(request)
+            self._compute(slot, tokens)
+            script = replace(script, cache_n=cached, prompt_n=len(tokens) - cached)
             if recorded in self.work:  # not the self-test
                 await self.gate.wait()
             return await self._answer(request, recorded, script)
@@ -304,22 +348,27 @@ class FakePolykv(FakeEngine):
             return prompt
         return self.tokens_of(prompt if isinstance(prompt, str) else self.renders(body))
 
-    def _attach(self, slot: Slot, recorded: Recorded) -> int:
+    def _compute(self, slot: Slot, tokens: list[int]) -> None:
+        slot.cells += self.new_cells(len(tokens) - len(slot.cells))
+        slot.tokens = tokens
+
+    def _attach(self, slot: Slot, recorded: Recorded, tokens: list[int]) -> int:
         number, _, most = (recorded.header("x-polykv-attach") or "").partition(":")
         pool = self.pools.get(int(number)) if number else None
         if pool is None:
             return 0
-        agree = 0
-        for one, other in zip(pool.tokens, slot.tokens, strict=False):
-            if one != other:
-                break
-            agree += 1
-        slot.shared = min(agree, int(most)) if most else agree
-        slot.pool_uid = pool.uid if slot.shared else 0
-        cached = slot.shared
-        if self.damage == "share":
-            slot.shared = slot.pool_uid = 0
+        cached = min(agreeing(pool.tokens, tokens), int(most or len(tokens)))
+        slot.tokens, slot.cells = tokens[:cached], pool.cells[:cached]
+        if self.damage != "share":
+            slot.shared, slot.pool_uid = cached, pool.uid if cached else 0
         return 0 if self.damage == "reuse" else cached
+
+
+def agreeing(one: list[int], other: list[int]) -> int:
+    """Leading tokens on which both agree."""
+    return next(
+        (at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
+    )
 
 
 def _refuse(status: int, message: str) -> web.Response:

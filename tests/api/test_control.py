@@ -5,6 +5,8 @@ import asyncio
 import pytest
 
 from api.rig import CHAT, SYSTEM, chat, until
+from polykv_proxy import pooling
+from polykv_proxy.core.types import PoolOrigin, PoolState
 
 POOL = {"messages": [{"role": "system", "content": SYSTEM}]}
 TOKENS = {"tokens": list(range(1, 41))}
@@ -253,6 +255,300 @@ async def test_a_lost_pool_lives_again_under_its_id(rig):
     assert (await rig.ask("/polykv/pools")).json["pools"][0]["residency"] == "lost"
     again = await rig.ask("/polykv/pools", POOL)
     assert (again.status, again.json["pool_id"]) == (201, made["pool_id"])
+
+
+# -- forking ----------------------------------------------------------------------------------------------
+
+
+def ids(*runs):
+    """Token ids: so many of each."""
+    return [number for number, count in runs for _ in range(count)]
+
+
+ROOT = ids((1, 40))
+
+
+async def fork(rig, parent, **body):
+    """Fork a pool."""
+    return await rig.ask(f"/polykv/pools/{parent['pool_id']}/fork", body)
+
+
+async def test_a_fork_extends_or_branches(proxies):
+    """201 with parent and D, 200 for the same again; only what is new is computed and stored."""
+    rig = await proxies(max_pools=4)
+    root = await rig.pool({"tokens": ROOT})
+    longer = await fork(rig, root, tokens=ROOT + ids((2, 5)), label="more")
+    branch = await fork(rig, root, tokens=ids((1, 30), (3, 6)))
+    early = await fork(rig, root, tokens=ROOT + ids((4, 2)), branch_pos=10, pin=True)
+    for answer, branch_pos, computed in ((longer, 40, 5), (branch, 30, 6), (early, 10, 32)):
+        assert (answer.status, answer.json["parent"]) == (201, root["pool_id"])
+        assert (answer.json["branch_pos"], answer.json["prompt_tokens_computed"]) == (branch_pos, computed)
+    assert (longer.json["label"], early.json["pinned"]) == ("more", True)
+    again = await fork(rig, root, tokens=ROOT + ids((2, 5)))
+    assert (again.status, again.json["pool_id"]) == (200, longer.json["pool_id"])
+    assert rig.engine.used == 40 + 5 + 6 + 32
+    listed = (await rig.ask("/polykv/pools")).json
+    assert (listed["unattributed_cells"], listed["tree_depth"]) == (0, 2)
+    shown = (await rig.ask(f"/polykv/pools/{root['pool_id']}")).json
+    assert {each["pool_id"] for each in shown["subtree"]} == set(shown["children"])
+    assert shown["subtree_kv_bytes"] == 10 * rig.engine.used
+
+
+async def test_a_fork_by_messages_is_the_prefix_that_chats_share(rig):
+    """As for a pool of its own, but below the parent."""
+    root = await rig.pool()
+    messages = [*POOL["messages"], {"role": "user", "content": "q"}]
+    made = (await fork(rig, root, messages=messages)).json
+    assert (made["parent"], made["branch_pos"]) == (root["pool_id"], root["prefix_len"])
+    assert made["shared_probe_tokens"] == made["prefix_len"]
+
+
+@pytest.mark.parametrize(
+    ("body", "mismatch", "tokens", "texts", "suffix_only"),
+    [
+        ({"tokens": ids((65, 20), (66, 20)), "branch_pos": 30}, 20, (65, 66), ("A", "B"), False),
+        ({"tokens": ids((67, 30))}, 0, (65, 67), ("A", "C"), True),
+    ],
+)
+async def test_a_broken_contract_is_spelled_out(rig, body, mismatch, tokens, texts, suffix_only):
+    """409 with the first token that differs, both texts, and what to do instead; nothing is entered."""
+    root = await rig.pool({"tokens": ids((65, 40))})
+    answer = await fork(rig, root, **body)
+    error = answer.error
+    assert (answer.status, error["code"], error["first_mismatch"]) == (409, "prefix_mismatch", mismatch)
+    assert (error["expected_token"], error["got_token"]) == tokens
+    assert (error["expected_text"], error["got_text"]) == texts
+    assert (error["suffix_only"], error["parent_len"]) == (suffix_only, 40)
+    assert set(error["next_moves"]) == {"re_root", "full_prefill"}
+    assert len(rig.runtime.plane.tree) == 1
+
+
+@pytest.mark.parametrize("branch_pos", [0, -1, 31, 41])
+async def test_a_branch_beyond_either_end_is_refused(rig, branch_pos):
+    """400 with the field: D is within the parent and within the child."""
+    root = await rig.pool({"tokens": ROOT})
+    answer = await fork(rig, root, tokens=ROOT[:30], branch_pos=branch_pos)
+    assert (answer.status, answer.error["param"], answer.error["parent_len"]) == (400, "branch_pos", 40)
+
+
+async def test_a_fork_needs_a_parent_that_can_be_had(rig):
+    """404 for none; an evicted one comes back; a lost one is a conflict."""
+    assert (await fork(rig, {"pool_id": "nonsense"}, tokens=ROOT)).status == 404
+    root = await rig.pool({"tokens": ROOT})
+    await rig.ask(f"/polykv/pools/{root['pool_id']}/evict", {})
+    made = await fork(rig, root, tokens=ROOT + ids((2, 5)))
+    assert (made.status, made.json["parent"], made.json["branch_pos"]) == (201, root["pool_id"], 40)
+    rig.down()
+    rig.engine.restart()
+    await rig.up()
+    lost = await fork(rig, root, tokens=ROOT + ids((3, 5)))
+    assert (lost.status, lost.error["code"]) == (409, "pool_lost")
+
+
+# -- from sessions ----------------------------------------------------------------------------------------
+
+
+async def test_a_session_becomes_a_pool_without_computing_anything(rig):
+    """All of it or its first tokens; the same again is the same pool, and every cell has its owner."""
+    await rig.ask("/completion", {"prompt": ids((1, 50)), "session_id": "me"})
+    made = await rig.ask("/polykv/pools", {"from_session": "me", "label": "x", "pin": True})
+    assert (made.status, made.json["prefix_len"], made.json["prompt_tokens_computed"]) == (201, 50, 0)
+    assert (made.json["parent"], made.json["label"], made.json["pinned"]) == (None, "x", True)
+    first = await rig.ask("/polykv/pools", {"from_session": "me", "n_tokens": 20})
+    assert (first.json["prefix_len"], first.json["parent"]) == (20, made.json["pool_id"])
+    await until(lambda: rig.runtime.plane.tree.sequences_used == 2)
+    assert rig.engine.used == 50
+    listed = (await rig.ask("/polykv/pools")).json
+    assert listed["unattributed_cells"] == 0
+    assert {pool["origin"] for pool in listed["pools"]} == {"snapshot"}
+
+
+async def test_a_snapshot_of_what_is_a_pool_already_is_given_back(rig):
+    """200 with that pool; its number comes back, and the slot's cells are still accounted for."""
+    body = {"prompt": ids((1, 40), (2, 10)), "session_id": "me", "opencoti": {"auto_match": False}}
+    root = await rig.pool({"tokens": ROOT})
+    await rig.ask("/completion", body | {"pool_id": root["pool_id"]})
+    made = await fork(rig, root, tokens=body["prompt"])
+    await rig.ask(f"/polykv/pools/{made.json['pool_id']}/unpin", {})
+    again = await fork(rig, root, from_session="me")
+    assert rig.runtime.plane.tree.max_pools == 2
+    assert (again.status, again.error["code"]) == (409, "pool_capacity_exhausted")  # not even for a moment
+
+
+async def test_a_duplicate_snapshot_leaves_no_cell_unexplained(proxies):
+    """Its slot shares with a pool that nobody has: a ghost, until the slot is used for something else."""
+    rig = await proxies(max_pools=3)
+    prompt = ids((1, 40), (2, 10))
+    root = await rig.pool({"tokens": ROOT})
+    await rig.ask("/completion", {"prompt": prompt, "pool_id": root["pool_id"], "session_id": "me"})
+    made = (await fork(rig, root, tokens=prompt)).json
+    again = await fork(rig, root, from_session="me")
+    assert (again.status, again.json["pool_id"], again.json["created"]) == (200, made["pool_id"], False)
+    await until(lambda: rig.runtime.plane.tree.sequences_used == 2)
+    assert len(rig.engine.pools) == 2
+    listed = (await rig.ask("/polykv/pools")).json
+    assert listed["unattributed_cells"] == 0
+    assert [rest["cells"] for rest in listed["draining"]] == [10]
+    await rig.ask("/slots/0?action=erase", {})
+    await rig.ask("/slots/1?action=erase", {})
+    await rig.runtime.sample(max_age_s=0.0)
+    listed = (await rig.ask("/polykv/pools")).json
+    assert (listed["unattributed_cells"], listed["draining"]) == (0, [])
+
+
+async def test_sessions_that_cannot_be_had(rig):
+    """404 for none and for another key's; 409 once others took the slot; 400 with content beside it."""
+    body = {"prompt": ids((1, 50)), "session_id": "me"}
+    await rig.ask("/completion", body, Authorization="Bearer mine")
+    theirs = await rig.ask("/polykv/pools", {"from_session": "me"}, Authorization="Bearer theirs")
+    none = await rig.ask("/polykv/pools", {"from_session": "you"}, Authorization="Bearer mine")
+    for answer in (theirs, none):
+        assert (answer.status, answer.error["code"]) == (404, "session_not_found")
+    both = await rig.ask("/polykv/pools", {"from_session": "me", "tokens": ROOT})
+    assert (both.status, both.error["param"]) == (400, "from_session")
+    for number in range(2):
+        await rig.ask("/completion", {"prompt": "x", "session_id": f"s{number}"})
+    taken = await rig.ask("/polykv/pools", {"from_session": "me"}, Authorization="Bearer mine")
+    assert (taken.status, taken.error["code"]) == (409, "session_not_resident")
+    assert len(rig.runtime.plane.tree) == rig.runtime.plane.tree.sequences_used == 0
+
+
+async def test_a_fork_from_a_session_is_below_the_pool_it_rides_on(proxies):
+    """And below the one that was named where that holds the same tokens; nothing in common is a 409."""
+    rig = await proxies(max_pools=7)
+    root = await rig.pool({"tokens": ROOT})
+    child = (await fork(rig, root, tokens=ROOT + ids((2, 10)))).json
+    other = await rig.pool({"tokens": ids((1, 20), (9, 20))})
+    alien = await rig.pool({"tokens": ids((8, 40))})
+    prompt = ROOT + ids((2, 10), (3, 10))
+    await rig.ask("/completion", {"prompt": prompt, "pool_id": child["pool_id"], "session_id": "me"})
+    # the session shares 50 tokens' cells with the child, and only 20 tokens agree with the other
+    made = await fork(rig, other, from_session="me", n_tokens=55)
+    assert (made.status, made.json["parent"], made.json["branch_pos"]) == (201, child["pool_id"], 50)
+    named = await fork(rig, root, from_session="me")
+    assert (named.status, named.json["prefix_len"]) == (201, 60)
+    listed = (await rig.ask("/polykv/pools")).json
+    assert listed["unattributed_cells"] == 0
+    assert rig.engine.used == 40 + 10 + 40 + 40 + 10
+    refused = await fork(rig, alien, from_session="me")
+    assert (refused.status, refused.error["code"]) == (409, "prefix_mismatch")
+    await until(lambda: rig.runtime.plane.tree.sequences_used == 6)
+    assert (await rig.ask("/polykv/pools")).json["unattributed_cells"] == 0
+
+
+async def test_a_fork_of_an_evicted_pool_from_a_session_brings_it_back(rig):
+    """The child is below it, although the session still rides on what is left of it."""
+    root = await rig.pool({"tokens": ROOT})
+    body = {"prompt": ROOT + ids((2, 10)), "pool_id": root["pool_id"], "session_id": "me"}
+    await rig.ask("/completion", body)
+    await rig.ask(f"/polykv/pools/{root['pool_id']}/evict", {})
+    made = await fork(rig, root, from_session="me")
+    assert (made.status, made.json["parent"], made.json["branch_pos"]) == (201, root["pool_id"], 40)
+    assert (await rig.ask("/polykv/pools")).json["unattributed_cells"] == 0
+
+
+# -- evict, flush, and room -------------------------------------------------------------------------------
+
+
+async def test_an_eviction_keeps_id_and_tokens(rig):
+    """The cells come back at once, or when their holder leaves; the next attach computes it again."""
+    root = await rig.pool({"tokens": ROOT})
+    path = f"/polykv/pools/{root['pool_id']}"
+    gone = (await rig.ask(f"{path}/evict", {})).json
+    assert (gone["evicted"], gone["cells_freed"], gone["cells_draining"]) == ([root["pool_id"]], 40, 0)
+    assert (await rig.ask(f"{path}/evict", {})).json["evicted"] == []
+    assert (await rig.ask(path)).json["residency"] == "evicted"
+    assert rig.runtime.plane.tree.sequences_used == 0
+    body = {"prompt": ROOT + ids((2, 10)), "pool_id": root["pool_id"]}
+    answer = await rig.ask("/completion", body)
+    assert answer.json["opencoti"]["n_pool_shared"] == 40
+    held = (await rig.ask(f"{path}/evict", {})).json
+    assert (held["cells_freed"], held["cells_draining"], held["holders"]) == (0, 40, 1)
+    again = await rig.ask("/polykv/pools", {"tokens": ROOT})
+    assert (again.status, again.json["pool_id"]) == (201, root["pool_id"])
+
+
+async def test_what_stands_in_the_way_of_an_eviction(proxies):
+    """409 with a code for each: a pin, a resident child, a computation."""
+    rig = await proxies(max_pools=3)
+    root = await rig.pool({"tokens": ROOT})
+    path = f"/polykv/pools/{root['pool_id']}"
+    child = (await fork(rig, root, tokens=ROOT + ids((2, 10)), pin=True)).json
+    answer = await rig.ask(f"{path}/evict", {})
+    assert (answer.status, answer.error["code"]) == (409, "pool_has_children")
+    assert answer.error["children"] == [child["pool_id"]]
+    answer = await rig.ask(f"{path}/flush", {})
+    assert (answer.error["code"], answer.error["pinned"]) == ("pool_pinned", [child["pool_id"]])
+    await rig.ask(f"/polykv/pools/{child['pool_id']}/unpin", {})
+    rig.engine.pool_gate.clear()
+    late = rig.start(f"{path}/fork", {"tokens": ROOT + ids((3, 10))})
+    await until(lambda: rig.engine.running == 1)
+    assert (await rig.ask(f"{path}/flush", {})).error["code"] == "pool_materializing"
+    rig.engine.pool_gate.set()
+    leaf = (await late).json
+    gone = (await rig.ask(f"{path}/flush", {})).json
+    assert set(gone["evicted"]) == {root["pool_id"], child["pool_id"], leaf["pool_id"]}
+    assert gone["evicted"][-1] == root["pool_id"]
+    assert rig.engine.used == 0
+
+
+async def test_a_child_that_is_needed_brings_its_parents_back(proxies):
+    """After a flush an attach to a grandchild computes the chain, each its own part."""
+    rig = await proxies(max_pools=3)
+    root = await rig.pool({"tokens": ROOT})
+    child = (await fork(rig, root, tokens=ids((1, 30), (2, 10)))).json
+    leaf = (await fork(rig, child, tokens=ids((1, 30), (2, 10), (3, 5)))).json
+    await rig.ask(f"/polykv/pools/{root['pool_id']}/flush", {})
+    body = {"prompt": ids((1, 30), (2, 10), (3, 5), (4, 5)), "pool_id": leaf["pool_id"]}
+    answer = await rig.ask("/completion", body)
+    assert answer.json["opencoti"]["n_pool_shared"] == 45
+    shown = {pool["pool_id"]: pool for pool in (await rig.ask("/polykv/pools")).json["pools"]}
+    assert {pool["residency"] for pool in shown.values()} == {"resident"}
+    assert (shown[leaf["pool_id"]]["parent"], shown[leaf["pool_id"]]["branch_pos"]) == (child["pool_id"], 40)
+    assert (shown[child["pool_id"]]["parent"], shown[child["pool_id"]]["branch_pos"]) == (
+        root["pool_id"],
+        30,
+    )
+    assert rig.engine.used == 40 + 10 + 5 + 5
+
+
+async def test_an_explicit_pool_makes_room_among_automatic_ones_only(rig, monkeypatch):
+    """Idle and unpinned ones go, least valuable first; nothing that somebody asked for does."""
+    monkeypatch.setattr(pooling, "GRACE_S", 0.0)
+    made = [await rig.pool({"tokens": ids((number, 40))}) for number in (1, 2)]
+    one, two = (rig.runtime.plane.find_pool(each["pool_id"], "") for each in made)
+    three = {"tokens": ids((3, 40))}
+    assert (await rig.ask("/polykv/pools", three)).status == 409  # both explicit
+    one.origin = two.origin = PoolOrigin.AUTO
+    two.pinned = True
+    assert (await rig.ask("/polykv/pools", three)).status == 201
+    assert rig.runtime.plane.find_pool(one.pool_id, "").state is PoolState.EVICTED
+    assert two.resident
+    assert (await rig.ask("/polykv/pools", {"tokens": ids((4, 40))})).status == 409
+    # who asks for an automatic pool keeps it from going silently
+    await rig.pool({"tokens": ids((2, 40))})
+    two.pinned = False
+    assert (await rig.ask("/polykv/pools", {"tokens": ids((4, 40))})).status == 409
+
+
+async def test_a_full_house_names_no_pools_of_others(rig):
+    """What could be released is what the caller can release."""
+    await rig.pool({"tokens": ids((1, 40))}, Authorization="Bearer mine")
+    theirs = await rig.pool({"tokens": ids((2, 40))}, Authorization="Bearer theirs")
+    answer = await rig.ask("/polykv/pools", {"tokens": ids((3, 40))}, Authorization="Bearer theirs")
+    assert (answer.status, answer.error["releasable"]) == (409, [theirs["pool_id"]])
+
+
+async def test_a_release_of_a_tree_goes_leaves_first(proxies):
+    """Refused with the children's ids, or recursive."""
+    rig = await proxies(max_pools=3)
+    root = await rig.pool({"tokens": ROOT})
+    child = (await fork(rig, root, tokens=ROOT + ids((2, 10)))).json
+    path = f"/polykv/pools/{root['pool_id']}"
+    refused = await rig.ask(path, method="DELETE")
+    assert (refused.status, refused.error["children"]) == (409, [child["pool_id"]])
+    gone = (await rig.ask(f"{path}/release?recursive=1", {})).json
+    assert (gone["released"], gone["cells_freed"]) == ([child["pool_id"], root["pool_id"]], 50)
 
 
 # -- who --------------------------------------------------------------------------------------------------
