@@ -34,6 +34,7 @@ from polykv_proxy.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from polykv_proxy.engine.launch import EngineSpec
 
@@ -92,7 +93,7 @@ class Supervisor:
         self._record_file = spec.state_dir / f"engine-{spec.index}.json"
         self._alive_file = spec.state_dir / f"engine-{spec.index}.alive"
         self._log_file = spec.log_dir / f"engine-{spec.index}.log"
-        self._claim: int | None = None
+        self._claims: list[int] = []
         self._running = False
         self._stop_asked = asyncio.Event()
         self._stopped = asyncio.Event()
@@ -107,20 +108,32 @@ class Supervisor:
         Raises:
             ConfigError: a folder cannot be made or belongs to another running proxy.
         """
-        if self._claim is not None:
+        if self._claims:
             return
         spec = self.spec
         try:
             for folder in (spec.state_dir, spec.socket.parent, spec.slot_dir):
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             spec.log_dir.mkdir(parents=True, exist_ok=True)
-            self._claim = try_lock(spec.state_dir / f"engine-{spec.index}.lock")
+            self._claim("state_dir", spec.state_dir / f"engine-{spec.index}.lock")
+            # a start replaces the socket, so that a second proxy would take a running engine's away
+            self._claim("runtime_dir", spec.socket.with_name(f"{spec.socket.name}.lock"))
         except OSError as error:
+            self._drop_claims()
             raise ConfigError(f"state_dir: {error.filename}: {error.strerror}") from None
-        if self._claim is None:
-            raise ConfigError(
-                f"state_dir: {spec.state_dir} is in use by another polykv-proxy; each needs its own"
-            )
+        except ConfigError:
+            self._drop_claims()
+            raise
+
+    def _claim(self, key: str, file: Path) -> None:
+        claim = try_lock(file)
+        if claim is None:
+            raise ConfigError(f"{key}: {file.parent} is in use by another polykv-proxy; each needs its own")
+        self._claims.append(claim)
+
+    def _drop_claims(self) -> None:
+        while self._claims:
+            os.close(self._claims.pop())
 
     async def run(self) -> None:
         """Keep the engine running until :meth:`stop`.
@@ -144,9 +157,7 @@ class Supervisor:
             self._report(EngineState.DOWN, "stopped")
             self._running = False
             self._stopped.set()
-            if self._claim is not None:
-                os.close(self._claim)
-                self._claim = None
+            self._drop_claims()
 
     async def stop(self, deadline_s: float) -> None:
         """Ask the engine to end and return when it has; kill it after ``deadline_s`` seconds."""

@@ -248,7 +248,7 @@ async def start_and_abandon(case):
     supervisor = Supervisor(case.spec, case.log)
     supervisor.prepare()
     child = await supervisor._spawn()
-    os.close(supervisor._claim)
+    supervisor._drop_claims()
     while not case.spec.socket.exists():
         await asyncio.sleep(0.01)
     return child
@@ -307,6 +307,17 @@ async def test_second_proxy_on_the_same_state_folder_is_refused(case):
         with pytest.raises(ConfigError, match="in use by another polykv-proxy"):
             Supervisor(case.spec, case.log).prepare()
         assert not gone(ready.pid)
+
+
+async def test_second_proxy_on_the_same_runtime_folder_is_refused(case, tmp_path):
+    """Its engine's socket would replace the one that the first proxy's engine listens on."""
+    async with case.running():
+        await case.log.until(EngineState.READY)
+        other = Supervisor(replace(case.spec, state_dir=tmp_path / "other"), case.log)
+        for _ in range(2):  # what it had claimed before it was refused is free again
+            with pytest.raises(ConfigError, match=r"runtime_dir: .* is in use by another polykv-proxy"):
+                other.prepare()
+        assert case.spec.socket.exists()
 
 
 def test_socket_path_too_long_for_the_kernel_is_refused(case, tmp_path):
