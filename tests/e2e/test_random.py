@@ -1,4 +1,4 @@
-"""Random work on the real engine: whatever clients do, the picture of the cells stays true to the last one."""
+"""Random work on the real engine: every cell has its owner at every rest, and in the end none is left."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ TOGETHER = 4
 """Operations that start at once, at most."""
 ROUNDS_BETWEEN_LOOKS = 12
 
-SLOTS, POOLS, CELLS = 4, 7, 8192
+SLOTS, POOLS, CELLS = 4, 9, 12_288
 SEGMENTS, SEGMENT_TOKENS, MAX_SEGMENTS = 5, 70, 5
 SESSIONS = 6
+KNOWN = 12
 HEAD = 300
 """What the longer prompts begin with, enough for a pool to come by itself."""
 
@@ -65,6 +66,8 @@ class Mob:
         """Tokens of the pools that were seen, by id, also of those that are gone."""
         self.sent: dict[str, list[int]] = {}
         """What each session asked last: most of what its slot holds."""
+        self.sessions: dict[str, None] = {}
+        """Ids of sessions in the order of their last answer."""
         draw = self.dice.randrange
         self.segments = [[draw(100, vocabulary) for _ in range(SEGMENT_TOKENS)] for _ in range(SEGMENTS)]
         self.head = [draw(100, vocabulary) for _ in range(HEAD)]
@@ -72,6 +75,9 @@ class Mob:
 
     def tokens(self) -> list[int]:
         """A prefix that is likely to have something in common with others."""
+        known = self.known.get(self.pool())
+        if known and len(known) < 800 and self.dice.random() < 0.5:
+            return known + self.dice.choice(self.segments)[: self.dice.randint(0, SEGMENT_TOKENS)]
         count = self.dice.randint(1, MAX_SEGMENTS)
         joined = [token for _ in range(count) for token in self.dice.choice(self.segments[: count + 1])]
         return joined[: self.dice.randint(max(40, len(joined) - 60), len(joined))]
@@ -82,20 +88,24 @@ class Mob:
 
     def pool(self) -> str:
         """A pool that exists or existed."""
-        recent = list(self.known)[-10:]
-        return self.dice.choice(recent) if recent else "never-was"
+        return self.dice.choice(list(self.known) or ["never-was"])
 
     def session(self) -> str:
-        """A name."""
-        return f"s{self.dice.randrange(SESSIONS)}"
+        """One that may still be in its slot."""
+        recent = list(self.sessions)[-3:]
+        return self.dice.choice(recent) if recent else "never-was"
 
     async def ask(self, method: str, path: str, body: Any = None) -> Any:
         """One request that may be refused, but only for a reason that makes sense."""
         answer = await self.served.http(method, path, body)
         if answer.status < 400:
             self.codes["fine"] += 1
+            if "already_released" in answer.json:
+                self.known.pop(answer.json["pool_id"], None)
             return answer.json
         code = answer.json["error"]["code"]
+        if code == "pool_not_found":
+            self.known.pop(path.split("/")[3], None)
         self.codes[code] += 1
         assert code in REFUSALS, (method, path, str(body)[:200], answer.status, answer.body)
         return None
@@ -110,12 +120,10 @@ class Mob:
 
     def create(self) -> Callable[[], Awaitable[None]]:
         """A root, or what is there already."""
-        tokens, pin = self.tokens(), self.dice.random() < 0.1
+        tokens, pin = self.tokens(), self.dice.random() < 0.05
 
         async def go() -> None:
-            self.remember(
-                await self.ask("POST", "/polykv/pools", {"tokens": tokens, "pin": pin}), tokens
-            )
+            self.remember(await self.ask("POST", "/polykv/pools", {"tokens": tokens, "pin": pin}), tokens)
 
         return go
 
@@ -155,8 +163,11 @@ class Mob:
     def request(self) -> Callable[[], Awaitable[None]]:
         """A completion: on a pool, or on what is found for it; from start to end, or not."""
         kind = self.dice.random()
-        body: dict[str, Any] = {"max_tokens": self.dice.randint(1, 6), "session_id": self.session()}
-        if kind < 0.5:
+        name = f"s{self.dice.randrange(SESSIONS)}"
+        body: dict[str, Any] = {"max_tokens": self.dice.randint(1, 6), "session_id": name}
+        if kind < 0.1 and name in self.sent:
+            body["prompt"] = self.sent[name][:800] + self.tail()
+        elif kind < 0.5:
             body["pool_id"] = self.pool()
             known = self.known.get(body["pool_id"]) or self.tokens()
             body["prompt"] = known[: self.dice.randint(max(1, len(known) - 30), len(known))] + self.tail()
@@ -166,9 +177,8 @@ class Mob:
             body["prompt"] = self.tokens() + self.tail()
         else:
             body["prompt"] = self.head + self.tail()
-        self.sent[body["session_id"]] = body["prompt"]
         stream = body["stream"] = self.dice.random() < 0.4
-        leaves = self.dice.random() < 0.3
+        leaves = self.dice.random() < 0.2
         if leaves:
             body["max_tokens"] = 60
         patience_s = self.dice.choice([0.0, 0.005, 0.02, 0.05])
@@ -181,6 +191,9 @@ class Mob:
             assert answer.status == 200, answer.body
             assert not stream or answer.events, answer.body
             assert b'"error"' not in answer.body, answer.body
+            name = answer.headers["x-session-id"]
+            self.sessions.pop(name, None)
+            self.sessions[name], self.sent[name] = None, body["prompt"]
             self.codes["answered"] += 1
 
         return go
@@ -201,12 +214,18 @@ class Mob:
 
     def verb(self) -> Callable[[], Awaitable[None]]:
         """Pin, unpin, evict, flush or release."""
-        verb = self.dice.choice(["pin", "unpin", "unpin", "evict", "evict", "flush", "release", "release"])
+        verb = self.dice.choice(
+            ["pin", "unpin", "unpin", "unpin", "evict", "evict", "flush", "release", "release", "release"]
+        )
         recursive = "?recursive=1" if self.dice.random() < 0.3 else ""
         path = f"/polykv/pools/{self.pool()}/{verb}{recursive}"
 
         async def go() -> None:
-            await self.ask("POST", path, {})
+            answer = await self.ask("POST", path, {})
+            for pool_id in (answer or {}).get("released", [])[1:]:  # one may be asked for once more
+                self.known.pop(pool_id, None)
+            if len(self.known) > KNOWN:
+                self.known.pop(next(iter(self.known)))
 
         return go
 
@@ -275,6 +294,7 @@ async def unleash(served: Served, operations: int, vocabulary: int) -> Counter[s
     except BaseException:
         print(*mob.log, mob.codes, served.log[-5:], sep="\n")
         raise
+    print(mob.codes)
     for event in ("pool_release_failed", "internal_error"):
         assert not served.events(event)
     return mob.codes
@@ -290,10 +310,10 @@ async def test_random_work_on_a_tiny_model_leaves_no_cell_behind(
     sizes = ("--parallel", str(SLOTS), "--ctx-size", str(CELLS), "--max-pools", str(POOLS))
     async with serve(tmp_path, "--model", str(model), *sizes) as served:
         codes = await unleash(served, OPERATIONS, 1000)
-    # what was asked for did happen: most work was done, and every way to refuse it was seen
-    assert codes["answered"] > OPERATIONS / 8
-    assert codes["fine"] > OPERATIONS / 8
-    assert codes["snapshot"] > OPERATIONS / 50
+    # what was asked for did happen: much work was done, and every way to refuse it was seen
+    assert codes["answered"] > OPERATIONS / 12
+    assert codes["fine"] > OPERATIONS / 12
+    assert codes["snapshot"] > OPERATIONS / 100
     assert codes.keys() >= {"pool_capacity_exhausted", "pool_has_children", "pool_pinned", "left"}
 
 
@@ -304,4 +324,4 @@ async def test_random_work_on_a_real_model_leaves_no_cell_behind(
     sizes = ("--parallel", str(SLOTS), "--ctx-size", str(CELLS), "--max-pools", str(POOLS))
     async with serve(tmp_path, *sizes) as served:
         codes = await unleash(served, OPERATIONS_SMOLLM, 40_000)
-    assert codes["answered"] > OPERATIONS_SMOLLM / 10
+    assert codes["answered"] > OPERATIONS_SMOLLM / 12
