@@ -96,6 +96,7 @@ class Proxy:
                 Inference(self.runtime, pooling, upstream, settings),
                 Status(self.runtime, upstream, guard),
                 hold_s=PASS_THROUGH_HOLD_S,
+                max_body_bytes=settings.max_body_bytes,
             )
             tasks.spawn(sampler.run(self.runtime))
             self._run_engine(process, tasks, stack)

@@ -4,7 +4,8 @@
 2. ``/polykv/…`` goes to the control application.
 3. What runs in a slot is placed by the proxy.
 4. Status documents get a member of ours; slot actions are checked.
-5. Everything else passes through, streaming both ways.
+5. Everything else passes through: the body once it is complete, because the engine would keep a thread of
+   its few waiting for a slow one; the answer as it streams.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from polykv_proxy.errors import BadRequestError, NotFoundError, UnavailableError
 if TYPE_CHECKING:
     from polykv_proxy.api.inference import Inference
     from polykv_proxy.api.status import Status
-    from polykv_proxy.edge.exchange import Exchange
+    from polykv_proxy.edge.exchange import BodySource, Exchange
     from polykv_proxy.edge.head import Headers, RequestHead
     from polykv_proxy.edge.upstream import Upstream
     from polykv_proxy.errors import PolyKVError
@@ -47,6 +48,7 @@ class Routes:
         inference: requests that run in a slot.
         status: the engine's status routes.
         hold_s: seconds a passed-through request waits for an engine.
+        max_body_bytes: bound of a passed-through body.
     """
 
     def __init__(  # noqa: PLR0913 - one argument for each place a request can go
@@ -58,6 +60,7 @@ class Routes:
         status: Status,
         *,
         hold_s: float,
+        max_body_bytes: int,
     ) -> None:
         self._runtime = runtime
         self._upstream = upstream
@@ -65,6 +68,7 @@ class Routes:
         self._inference = inference
         self._status = status
         self._hold_s = hold_s
+        self._max_body_bytes = max_body_bytes
 
     async def handle(self, exchange: Exchange) -> None:
         """Answer one request."""
@@ -73,7 +77,7 @@ class Routes:
         if path == "/polykv" or path.startswith("/polykv/"):
             if path.startswith("/polykv/engine"):
                 raise NotFoundError(f"{head.path} does not exist", code="route_not_found")
-            await self._pass(exchange, self._control, head.headers)
+            await self._pass(exchange, self._control, head.headers, exchange.body if head.has_body else b"")
             return
         if head.method == "POST" and await self._post(exchange, path):
             return
@@ -84,8 +88,9 @@ class Routes:
             if path == "/props" and self._runtime.plane.serving:
                 await self._status.props(exchange)
                 return
+        body = await exchange.read_body(self._max_body_bytes) if head.has_body else b""
         await self._await_engine()
-        await self._pass(exchange, self._upstream, without_ours(head))
+        await self._pass(exchange, self._upstream, without_ours(head), body)
 
     async def _post(self, exchange: Exchange, path: str) -> bool:
         """Answer a POST that needs more than to be passed through; returns whether it was one."""
@@ -115,14 +120,15 @@ class Routes:
             raise UnavailableError("Loading model", code="engine_loading", retry_after_s=2) from None
 
     @staticmethod
-    async def _pass(exchange: Exchange, upstream: Upstream, headers: Headers) -> None:
-        """Pass a request through, its body while it arrives."""
+    async def _pass(
+        exchange: Exchange, upstream: Upstream, headers: Headers, body: bytes | BodySource
+    ) -> None:
         head = exchange.head
         response = await upstream.send(
             head.method,
             head.target,
             headers,
-            exchange.body if head.has_body else b"",
+            body,
             named=head.connection_named(),
             on_interim=exchange.interim,
         )

@@ -135,6 +135,7 @@ class Rig:
             Inference(self.runtime, self.pooling, upstream, self.settings),
             Status(self.runtime, upstream, guard),
             hold_s=self._hold_s,
+            max_body_bytes=self.settings.max_body_bytes,
         )
         tasks.spawn(sampler.run(self.runtime))
         edge = Edge(routes.handle, render_error=render_error)

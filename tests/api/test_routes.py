@@ -1,5 +1,6 @@
 """Claims about ``api.routes``: which handler answers which request, however it is spelt."""
 
+import asyncio
 import json
 
 import pytest
@@ -124,10 +125,35 @@ def test_errors_have_the_form_of_the_route():
     assert json.loads(render_error(None, error)) == {"error": members}
 
 
-async def test_a_streamed_upload_passes_while_it_arrives(rig):
-    """A body on a route that the proxy does not know is not read by it."""
+async def test_an_upload_passes_unchanged(rig):
+    """A body on a route that the proxy does not know is nobody's but the engine's."""
     big = b"x" * (1 << 20)
     assert (await rig.ask("/echo", big, Content_Type="x/y")).body == big
+
+
+async def test_a_slow_upload_does_not_take_the_engines_time(rig):
+    """The engine has few threads: it hears of a request once all of it is here."""
+    seen = len([request for request in rig.engine.requests if request.path == "/echo"])
+    reader, writer = await asyncio.open_connection("127.0.0.1", rig.port)
+    writer.write(b"POST /echo HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: 4\r\n\r\nab")
+    await asyncio.sleep(0.2)
+    assert len([request for request in rig.engine.requests if request.path == "/echo"]) == seen
+    writer.write(b"cd")
+    assert (await reader.read()).endswith(b"abcd")
+    writer.close()
+
+
+async def test_an_upload_has_a_bound(proxies):
+    """413, whichever way its length is told."""
+    rig = await proxies(max_body_bytes=1024)
+
+    async def pieces():
+        yield b"x" * 1025
+
+    assert (await rig.ask("/echo", b"x" * 1024)).status == 200
+    assert (await rig.ask("/echo", b"x" * 1025)).status == 413
+    async with rig.session.post(rig.url + "/echo", data=pieces()) as answer:
+        assert answer.status == 413
 
 
 async def test_a_get_of_a_completion_route_is_the_engines_to_refuse(rig):
