@@ -48,8 +48,13 @@ NO_PROGRESS_S = 10.0
 GRACE_S = 60.0
 """Seconds out of use after which a pool that came by itself may make room."""
 
+RELEASE_RETRY_S = (0.5, 30.0)
+"""First and longest pause between two attempts to release what the engine did not."""
+
 _ANSWERED = frozenset({"engine_refused", "engine_failed", "engine_auth", "not_found"})
 """Codes of the client's errors after which the engine is known to be done with a call."""
+
+_COMES_BACK = (PoolState.EVICTED, PoolState.MATERIALIZING)
 
 T = TypeVar("T")
 
@@ -169,7 +174,9 @@ class Pooling:
                 pending.give_up()
             if lease is not None and not clean and self._plane.is_awaited(pool):
                 # the engine may be done with it this very moment, and nobody knows that pool
-                self._runtime.after_idle[lease.lease_id] = partial(self._give_back, pool, self._runtime.epoch)
+                self._runtime.after_idle[lease.lease_id] = partial(
+                    self._give_back, pool.number, self._runtime.epoch
+                )
             self._plane.on_pool_failed(pool, retire=not clean)  # no effect on one that is resident
             if lease is not None:
                 self._runtime.finish(lease, clean=clean, content=Content.NOTHING)
@@ -184,16 +191,36 @@ class Pooling:
         if held.shared_tokens > pool.branch_pos:
             await self._client.slot_action(slot, "action=erase", b"{}")
 
-    async def _give_back(self, pool: PrefixPool, epoch: str) -> int:
-        """Release a pool in the engine if it has it; returns the cells that were freed."""
-        try:
-            return await self._client.release(pool.number) if self._runtime.epoch == epoch else 0
-        except PolyKVError as error:
-            log.warning("pool_release_failed", pool_id=pool.pool_id, reason=error.message)
-            return 0
-        finally:
-            if self._runtime.epoch == epoch:  # else its number may be another's by now
-                self._plane.tree.retired(pool)
+    async def _give_back(self, number: PoolNumber, epoch: str) -> int:
+        """Free a number, with what the engine has under it; returns the cells that nobody else held.
+
+        Where the engine does not do it now, it is asked again until it does, or is another one: what it
+        may still have under a number must not become somebody else's.
+        """
+        freed = await self._try_to_release(number, epoch)
+        if freed is None:
+            self._runtime.spawn(self._insist(number, epoch))
+        return freed or 0
+
+    async def _insist(self, number: PoolNumber, epoch: str) -> None:
+        pause, longest = RELEASE_RETRY_S
+        while True:
+            await asyncio.sleep(pause)
+            if await self._try_to_release(number, epoch) is not None:
+                return
+            pause = min(2 * pause, longest)
+
+    async def _try_to_release(self, number: PoolNumber, epoch: str) -> int | None:
+        freed = 0
+        if self._runtime.epoch == epoch:
+            try:
+                freed = await self._client.release(number)
+            except PolyKVError as error:
+                log.warning("pool_release_failed", number=number, reason=error.message)
+                return None
+        if self._runtime.epoch == epoch:  # else it may be another's by now
+            self._plane.tree.retire(number)
+        return freed
 
     async def release(self, pool: PrefixPool, *, recursive: bool) -> tuple[list[PrefixPool], int]:
         """Release a pool, with its subtree if asked; returns what went and how many cells were freed.
@@ -227,20 +254,31 @@ class Pooling:
         log.info("pool_evicted", pool_id=pool.pool_id, pools=len(doomed), cells_freed=freed)
         return doomed, freed
 
-    async def ensure_resident(self, pool: PrefixPool) -> PrefixPool | None:
-        """Compute an evicted pool again, its parents first; None if it cannot be had."""
+    async def ensure_resident(self, pool: PrefixPool) -> PrefixPool:
+        """The pool, computed again if it was evicted, its parents first.
+
+        Raises:
+            ConflictError: it was lost with an engine, and is to be created again.
+            PolyKVError: see ``create``.
+        """
+        parent = pool.parent
+        if parent is not None and not parent.released and parent.state in _COMES_BACK:
+            await self.ensure_resident(parent)
+        if pool.state in _COMES_BACK:
+            pool, _, _ = await self.create(pool.tokens, pool.scope, label=None, pin=False, origin=pool.origin)
+        if not pool.resident:
+            raise ConflictError(
+                f"pool {pool.pool_id} is {pool.state.value}; create it again", code="pool_lost"
+            )
+        return pool
+
+    async def revive(self, pool: PrefixPool) -> PrefixPool | None:
+        """``ensure_resident`` for those who go on without: None if it cannot be had."""
         try:
-            parent = pool.parent
-            if parent is not None and not parent.released and not parent.resident:
-                await self.ensure_resident(parent)
-            if pool.state in (PoolState.EVICTED, PoolState.MATERIALIZING):
-                pool, _, _ = await self.create(
-                    pool.tokens, pool.scope, label=None, pin=False, origin=pool.origin
-                )
+            return await self.ensure_resident(pool)
         except PolyKVError as error:
             log.info("pool_not_revived", pool_id=pool.pool_id, reason=error.message)
             return None
-        return pool if pool.resident else None
 
     async def share_from(self, slot: Slot, n_tokens: int) -> bool:
         """Make a pool of a slot's first tokens, once the engine has passed them; whether there is one now.
@@ -400,7 +438,8 @@ class Pooling:
             return pool, kept
         finally:
             if not kept and self._runtime.epoch == epoch:
-                self._runtime.spawn(self._return_number(number, epoch))
+                # nothing came of it, but the engine may have a pool under it all the same
+                self._runtime.spawn(self._free(number, epoch))
 
     @staticmethod
     def _check_snapshot(
@@ -420,16 +459,8 @@ class Pooling:
         if below is None:
             raise ConflictError(f"pool {parent.pool_id} is not resident any more", code="pool_lost")
 
-    async def _return_number(self, number: PoolNumber, epoch: str) -> None:
-        """Nothing came of a reserved number; the engine may have a pool under it all the same."""
-        try:
-            if self._runtime.epoch == epoch:
-                await self._client.release(number)
-        except PolyKVError as error:
-            log.warning("pool_release_failed", number=number, reason=error.message)
-        finally:
-            if self._runtime.epoch == epoch:
-                self._plane.tree.retire(number)
+    async def _free(self, number: PoolNumber, epoch: str) -> None:
+        await self._give_back(number, epoch)
 
     async def _with_room(self, begin: Callable[[], T]) -> T:
         """Do what needs a sequence id; pools that came by themselves and are out of use make room."""
@@ -446,6 +477,6 @@ class Pooling:
         freed, epoch = 0, self._runtime.epoch
         try:
             for pool in pools:
-                freed += await self._give_back(pool, epoch)
+                freed += await self._give_back(pool.number, epoch)
         finally:
             done.set_result(freed)

@@ -187,7 +187,7 @@ def prompt_tokens(raw: bytes) -> Tokens | str | None:
 
 def _ours(parsed: _Body, headers: dict[str, str]) -> _Ours:
     """Our members, wherever they stand: the object, else the shorthands, else the headers."""
-    ours = _strict(parsed.opencoti, _Ours, "opencoti") or _Ours()
+    ours = _strict(parsed.opencoti, _Ours | None, "opencoti") or _Ours()
     if ours.pool_id is None:
         ours.pool_id = _strict(parsed.pool_id, str | None, "pool_id") or headers.get("x-polykv-pool")
     if ours.session_id is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -12,7 +13,6 @@ from polykv_proxy.api.identity import scope_of_keys
 from polykv_proxy.core.types import PoolId, Scope, SessionId, as_tokens, common_prefix
 from polykv_proxy.errors import (
     BadRequestError,
-    ConflictError,
     NotFoundError,
     PolyKVError,
     PrefixMismatchError,
@@ -130,7 +130,7 @@ class ControlApi:
         parent = self._pool(request)
         wanted = await _read(request, ForkRequest)
         if wanted.from_session is not None:
-            parent = await self._resident(parent)
+            parent = await self._pooling.ensure_resident(parent)
             return await self._create_from_session(request, wanted, parent)
         tokens, full = await self._prefix(wanted)
         tokens = _capped(tokens, wanted)
@@ -139,27 +139,19 @@ class ControlApi:
         except PrefixMismatchError as error:
             await self._spell_out(error)
             raise
-        parent = await self._resident(parent)
+        parent = await self._pooling.ensure_resident(parent)
         pool, created, work = await self._pooling.create(
             tokens, parent.scope, label=wanted.label, pin=wanted.pin, parent=parent, branch_pos=branch_pos
         )
         return self._created(pool, created, work, full)
-
-    async def _resident(self, pool: PrefixPool) -> PrefixPool:
-        """The pool, computed again if it was evicted."""
-        resident = pool if pool.resident else await self._pooling.ensure_resident(pool)
-        if resident is None:
-            raise ConflictError(
-                f"pool {pool.pool_id} is {pool.state.value}; create it again", code="pool_lost"
-            )
-        return resident
 
     async def _spell_out(self, error: PrefixMismatchError) -> None:
         """Add the text of the tokens that differ: the form in which people can debug it."""
         for kind in ("expected", "got"):
             token = error.details.get(f"{kind}_token")
             if isinstance(token, int):
-                error.details[f"{kind}_text"] = await self._runtime.client.detokenize(token)
+                with suppress(PolyKVError):  # one the model does not have is no text
+                    error.details[f"{kind}_text"] = await self._runtime.client.detokenize(token)
 
     async def _create_from_session(
         self, request: web.Request, wanted: PoolRequest, parent: PrefixPool | None = None
@@ -257,7 +249,13 @@ class ControlApi:
             chat["tools"] = wanted.tools
         if wanted.chat_template_kwargs is not None:
             chat["chat_template_kwargs"] = wanted.chat_template_kwargs
-        return await self._runtime.client.count_tokens(_CHAT_COUNT, msgspec.json.encode(chat))
+        try:
+            return await self._runtime.client.count_tokens(_CHAT_COUNT, msgspec.json.encode(chat))
+        except UnavailableError as error:
+            if error.code != "engine_failed":
+                raise
+            # a template that cannot be filled with it, say: the engine takes that for a failure of its own
+            raise BadRequestError(error.message, code="engine_refused") from None
 
     async def list_pools(self, request: web.Request) -> web.Response:
         """``GET /polykv/pools``: every pool, and where all used cells are."""

@@ -163,7 +163,7 @@ class Inference:
             await work.hold.until(self._serving, self._waited_too_long)
         pool = plane.find_pool(pool_id, work.scope)
         if pool is not None and pool.state in (PoolState.EVICTED, PoolState.MATERIALIZING):
-            going = self._runtime.background(self._pooling.ensure_resident(pool))
+            going = self._runtime.background(self._pooling.revive(pool))
             pool = (await work.hold.until(_patience(going), self._waited_too_long))[0]
         if pool is None or not pool.resident or plane.capability is not Capability.ZERO_COPY:
             work.pool_unknown = True

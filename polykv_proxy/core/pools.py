@@ -134,6 +134,8 @@ class PoolTree:
         """Ids that were released: a second release is no error. Bounded, oldest forgotten first."""
 
     _KNOWN_MAX = 10_000
+    _GONE_MAX = 64
+    """Pools that came by themselves, were evicted, and are still known by their id and tokens."""
 
     def __iter__(self) -> Iterator[PrefixPool]:
         """Every pool that has an id, in order of creation, so parents come before children."""
@@ -313,7 +315,7 @@ class PoolTree:
     def release(self, pool: PrefixPool) -> None:
         """Take the id away at once; the engine keeps cells that someone still holds (rule 4).
 
-        Its number is taken until ``retired`` reports that the engine gave it back.
+        Its number is taken until ``retire`` says that the engine gave it back.
         """
         was_resident = pool.resident
         del self._pools[pool.pool_id]
@@ -354,7 +356,7 @@ class PoolTree:
     def evict(self, pool: PrefixPool) -> PrefixPool:
         """Give a resident pool's cells back but keep its id and tokens; returns what stands for it now.
 
-        Its number is taken until ``retired``. The old object lives on as a ghost while slots hold cells.
+        Its number is taken until ``retire``. The old object lives on as a ghost while slots hold cells.
         """
         evicted = replace(pool, state=PoolState.EVICTED, uid=None, children=[])
         for child in [child for child in pool.children if not child.released]:
@@ -366,6 +368,7 @@ class PoolTree:
         self._pools[pool.pool_id] = evicted
         pool.released = True
         self._haunt(pool)
+        self._forget()
         return evicted
 
     def evictable(self, now_ts: float, grace_s: float) -> list[PrefixPool]:
@@ -387,14 +390,24 @@ class PoolTree:
             idle, key=lambda pool: pool.own_len * (1 + pool.hits) / (1.0 + now_ts - pool.last_access_ts)
         )
 
+    def _forget(self) -> None:
+        """Release the ids of pools that came by themselves and are long gone: nobody ever asked for them."""
+        gone = [
+            pool
+            for pool in self._pools.values()
+            if pool.state in (PoolState.EVICTED, PoolState.LOST)
+            and pool.origin is PoolOrigin.AUTO
+            and not pool.pinned
+            and not any(not child.released for child in pool.children)
+        ]
+        gone.sort(key=lambda pool: pool.last_access_ts)
+        for pool in gone[: -self._GONE_MAX]:
+            self.release(pool)
+
     def _haunt(self, pool: PrefixPool) -> None:
         self._ghosts.append(pool)
         self._retiring.add(pool.number)
         self.index.remove(pool)
-
-    def retired(self, pool: PrefixPool) -> None:
-        """The engine gave a released pool's sequence id back."""
-        self._retiring.discard(pool.number)
 
     def lose_all(self) -> None:
         """The engine forgot everything: ids and tokens stay, cells and ghosts are gone."""
@@ -406,6 +419,7 @@ class PoolTree:
         for pool in self._pools.values():
             pool.parent, pool.branch_pos, pool.uid = None, 0, None
             pool.state = PoolState.LOST
+        self._forget()
 
     def nodes(self) -> list[PrefixPool]:
         """Everything that may hold cells: resident pools and ghosts."""

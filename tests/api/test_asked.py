@@ -348,3 +348,10 @@ def test_plain_text_is_cut_into_runs():
 def test_requests_of_other_kinds_have_no_chain():
     """Infill is no conversation."""
     assert asked({"prompt": "x"}, OTHER).chain == ()
+
+
+def test_null_members_of_ours_ask_for_nothing():
+    """Clients serialize what they leave out; the engine does not see it either."""
+    found = asked({"opencoti": None, "pool_id": None, "session_id": None, "prompt": "a"}, TEXT)
+    assert (found.pool_id, found.session, found.auto_match) == (None, None, True)
+    assert b"opencoti" not in found.body

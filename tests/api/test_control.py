@@ -345,6 +345,35 @@ async def test_a_fork_needs_a_parent_that_can_be_had(rig):
     assert (lost.status, lost.error["code"]) == (409, "pool_lost")
 
 
+async def test_a_fork_says_why_its_parent_does_not_come_back(rig):
+    """No sequence id for it: that error, with what to release, and not that the pool is lost."""
+    root = await rig.pool({"tokens": ROOT})
+    await rig.ask(f"/polykv/pools/{root['pool_id']}/evict", {})
+    for n in range(2):
+        await rig.pool({"tokens": ids((60 + n, 40))})
+    answer = await fork(rig, root, tokens=ROOT + ids((2, 5)))
+    assert (answer.status, len(answer.error["releasable"])) == (409, 2)
+    assert answer.error["code"] != "pool_lost"
+
+
+async def test_a_mismatch_is_told_also_where_a_token_has_no_text(rig):
+    """One that the model does not have, say."""
+    root = await rig.pool({"tokens": ROOT})
+    rig.engine.broken["/detokenize"] = (500, b"?")
+    error = (await fork(rig, root, tokens=[ROOT[0], 10**9], branch_pos=2)).error
+    assert (error["code"], error["first_mismatch"], "got_text" in error) == ("prefix_mismatch", 1, False)
+
+
+async def test_a_chat_that_the_engine_cannot_render_is_the_callers_fault(rig):
+    """The engine calls it an internal error."""
+    path = "/v1/chat/completions/input_tokens"
+    rig.engine.broken[path] = (500, b'{"error":{"message":"no such filter"}}')
+    answer = await rig.ask("/polykv/pools", POOL)
+    assert (answer.status, answer.error["message"]) == (400, "no such filter")
+    rig.engine.broken[path] = (503, b"{}")
+    assert (await rig.ask("/polykv/pools", POOL)).status == 503
+
+
 # -- from sessions ----------------------------------------------------------------------------------------
 
 

@@ -160,7 +160,7 @@ class CellsAgainstModel:
     def gone(self, pool):
         """The engine gives a pool's sequence back."""
         del self.pools[pool.uid]
-        self.tree.retired(pool)
+        self.tree.retire(pool.number)
 
     def compute(self, name, length, parent, branch_pos, uid):
         """A pool in tree and engine."""

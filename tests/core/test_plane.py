@@ -276,7 +276,7 @@ def test_a_sample_is_published_and_clears_ghosts():
     plane = serving()
     gone = pool(plane)
     plane.tree.release(gone)
-    plane.tree.retired(gone)
+    plane.tree.retire(gone.number)
     plane.on_sample(sample(used=0))
     assert plane.ownership.dead == {7}
     assert plane.tree.nodes() == []
@@ -470,7 +470,7 @@ def test_a_pool_that_may_have_been_computed_keeps_its_number():
     plane.on_pool_failed(made, retire=True)
     with pytest.raises(PoolCapacityError):
         pool(plane)
-    plane.tree.retired(made)
+    plane.tree.retire(made.number)
     assert pool(plane).number == made.number
 
 

@@ -103,7 +103,7 @@ def test_a_failure_that_may_have_succeeded_keeps_the_number():
     assert tree.get(pool.pool_id) is None
     with pytest.raises(PoolCapacityError):
         add(tree, [2])
-    tree.retired(pool)
+    tree.retire(pool.number)
     assert add(tree, [2]).number == pool.number
 
 
@@ -178,7 +178,7 @@ def test_a_released_number_is_taken_until_the_engine_gave_it_back():
     assert tree.sequences_used == 1
     with pytest.raises(PoolCapacityError):
         add(tree, [2])
-    tree.retired(pool)
+    tree.retire(pool.number)
     assert add(tree, [2]).number == 0
 
 
@@ -191,7 +191,7 @@ def test_released_ids_are_remembered_up_to_a_bound(monkeypatch):
         pool = add(tree, [token])
         ids.append(pool.pool_id)
         tree.release(pool)
-        tree.retired(pool)
+        tree.retire(pool.number)
     assert [tree.was_released(pool_id) for pool_id in ids] == [False, True, True]
     add(tree, [2])
     assert not tree.was_released(ids[2])
@@ -203,7 +203,7 @@ def test_ghosts_stay_until_nobody_holds_them():
     root = add(tree, [1], uid=1)
     child = add(tree, [1, 2], uid=2, parent=root, branch_pos=1)
     tree.release(child)
-    tree.retired(child)
+    tree.retire(child.number)
     assert tree.nodes() == [root, child]
     assert tree.check_release(root, recursive=False) == [root]  # a ghost is no child
     tree.drop_ghosts({2})
@@ -218,7 +218,7 @@ def test_a_ghost_that_the_engine_still_has_is_not_dropped():
     tree.release(pool)
     tree.drop_ghosts({1})
     assert tree.nodes() == [pool]
-    tree.retired(pool)
+    tree.retire(pool.number)
     tree.drop_ghosts({1})
     assert tree.nodes() == []
 
@@ -275,7 +275,7 @@ def test_lost_content_that_cannot_be_computed_stays_lost():
 def evicted(tree, pool):
     """What stands for a pool after an eviction that the engine has carried out."""
     stand_in = tree.evict(pool)
-    tree.retired(pool)
+    tree.retire(pool.number)
     return stand_in
 
 
@@ -291,7 +291,7 @@ def test_an_evicted_pool_keeps_its_id_tokens_and_place():
     assert (gone.parent, gone.branch_pos) == (root, 2)
     assert tree.sequences_used == 2
     assert tree.index.match(child.tokens, SCOPE) == (root, 2)
-    tree.retired(child)
+    tree.retire(child.number)
     assert tree.sequences_used == 1
     assert tree.nodes() == [root, child]  # a slot may hold its cells
     assert tree.node(child.uid) is child
@@ -387,6 +387,33 @@ def test_the_least_valuable_of_those_that_nobody_would_miss_goes_first():
     assert parent not in tree.evictable(100.0, 60.0)
     evicted(tree, child)
     assert parent in tree.evictable(100.0, 60.0)
+
+
+def test_pools_that_came_by_themselves_are_forgotten_some_time_after_they_are_gone():
+    """The oldest first; never one that somebody asked for, that is pinned, or has children."""
+    tree = PoolTree(4)
+    auto = PoolOrigin.AUTO
+
+    def leave(pool):
+        evicted(tree, pool)
+        tree.retire(pool.number)
+        tree.drop_ghosts({pool.uid})
+
+    asked = add(tree, [1])
+    pinned = add(tree, [2], origin=auto)
+    parent = add(tree, [3], origin=auto)
+    child = add(tree, [3, 3], parent=parent, branch_pos=1)
+    for pool in (asked, pinned, child, parent):
+        leave(pool)
+    tree.get(pinned.pool_id).pinned = True
+    many = [content_id([9, n]) for n in range(200)]
+    for n in range(200):
+        leave(add(tree, [9, n], origin=auto))
+    kept = {pool.pool_id for pool in tree}
+    assert kept == {asked.pool_id, pinned.pool_id, parent.pool_id, child.pool_id, *many[-tree._GONE_MAX :]}
+    assert tree.was_released(many[0])
+    tree.lose_all()
+    assert {asked.pool_id, pinned.pool_id, child.pool_id, many[-1]} <= {pool.pool_id for pool in tree}
 
 
 def test_content_that_is_asked_for_is_not_automatic_any_more():
