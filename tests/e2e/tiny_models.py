@@ -29,7 +29,7 @@ def _ones(*shape: int) -> Any:
     return np.ones(shape, dtype=np.float32)
 
 
-def _writer(path: Path, architecture: str, vocabulary_of: Path) -> GGUFWriter:
+def _writer(path: Path, architecture: str, vocabulary_of: Path, embeddings: Any = None) -> GGUFWriter:
     writer = GGUFWriter(str(path), architecture)
     fields = GGUFReader(str(vocabulary_of)).fields
     tokens = fields["tokenizer.ggml.tokens"].contents()[:VOCAB]
@@ -51,7 +51,7 @@ def _writer(path: Path, architecture: str, vocabulary_of: Path) -> GGUFWriter:
     writer.add_block_count(LAYERS)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_file_type(0)
-    writer.add_tensor("token_embd.weight", _weights(VOCAB, EMBD))
+    writer.add_tensor("token_embd.weight", _weights(VOCAB, EMBD) if embeddings is None else embeddings)
     writer.add_tensor("output_norm.weight", _ones(EMBD))
     return writer
 
@@ -114,8 +114,17 @@ def mamba(path: Path, vocabulary_of: Path) -> None:
 
 
 def llama(path: Path, vocabulary_of: Path) -> None:
-    """Llama: plain attention, thousands of tokens a second."""
-    writer = _writer(path, "llama", vocabulary_of)
+    """Llama: plain attention, thousands of tokens a second.
+
+    Its weights are large, so that attention is picky and every token of a prompt shows in the answer, and in
+    single precision, so that what is computed twice is the same.
+    """
+    dice = np.random.default_rng(7)  # of its own: the same model whatever was written before
+
+    def wide(*shape: int) -> Any:
+        return (dice.standard_normal(shape) * 0.3).astype(np.float32)
+
+    writer = _writer(path, "llama", vocabulary_of, wide(VOCAB, EMBD) / 6)
     writer.add_vocab_size(VOCAB)
     writer.add_feed_forward_length(128)
     writer.add_head_count(4)
@@ -124,12 +133,12 @@ def llama(path: Path, vocabulary_of: Path) -> None:
     for layer in range(LAYERS):
         name = f"blk.{layer}"
         writer.add_tensor(f"{name}.attn_norm.weight", _ones(EMBD))
-        writer.add_tensor(f"{name}.attn_q.weight", _weights(EMBD, EMBD))
-        writer.add_tensor(f"{name}.attn_k.weight", _weights(32, EMBD))
-        writer.add_tensor(f"{name}.attn_v.weight", _weights(32, EMBD))
-        writer.add_tensor(f"{name}.attn_output.weight", _weights(EMBD, EMBD))
+        writer.add_tensor(f"{name}.attn_q.weight", wide(EMBD, EMBD))
+        writer.add_tensor(f"{name}.attn_k.weight", wide(32, EMBD))
+        writer.add_tensor(f"{name}.attn_v.weight", wide(32, EMBD))
+        writer.add_tensor(f"{name}.attn_output.weight", wide(EMBD, EMBD))
         writer.add_tensor(f"{name}.ffn_norm.weight", _ones(EMBD))
-        writer.add_tensor(f"{name}.ffn_gate.weight", _weights(128, EMBD))
-        writer.add_tensor(f"{name}.ffn_up.weight", _weights(128, EMBD))
-        writer.add_tensor(f"{name}.ffn_down.weight", _weights(EMBD, 128))
+        writer.add_tensor(f"{name}.ffn_gate.weight", wide(128, EMBD))
+        writer.add_tensor(f"{name}.ffn_up.weight", wide(128, EMBD))
+        writer.add_tensor(f"{name}.ffn_down.weight", wide(EMBD, 128))
     _close(writer)
