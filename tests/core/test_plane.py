@@ -6,16 +6,20 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from polykv_proxy.core import sessions as sessions_module
-from polykv_proxy.core.decisions import Admit, AttachPlan, AwaitIdle, Queue, Reject, WakeQueued
+from polykv_proxy.core.decisions import Admit, AttachPlan, AwaitIdle, PoolPolicy, Queue, Reject, WakeQueued
 from polykv_proxy.core.plane import ControlPlane
 from polykv_proxy.core.slots import Ask, Content
 from polykv_proxy.core.types import (
     Capability,
     EngineFacts,
     EngineSample,
+    PoolOrigin,
     PoolState,
     PoolUid,
     Scope,
+    SlotId,
+    SlotSample,
+    SlotState,
     as_tokens,
 )
 from polykv_proxy.errors import (
@@ -23,6 +27,8 @@ from polykv_proxy.errors import (
     DisabledError,
     NotFoundError,
     PoolCapacityError,
+    PrefixMismatchError,
+    SessionNotResidentError,
     UnavailableError,
 )
 
@@ -548,6 +554,234 @@ def test_a_plan_for_no_token_is_no_hit():
     session = turn(plane, 1, 2)
     assert not plane.on_attached(plan(plane, made, [99]), session, 0)
     assert (made.hits, session.pool) == (0, None)
+
+
+# -- forks ------------------------------------------------------------------------------------------------
+
+
+def test_a_child_branches_where_it_leaves_its_parent():
+    """As far as both agree, or where it was asked for, which may be earlier."""
+    plane = serving()
+    root = pool(plane)
+    assert plane.branch_point(root, as_tokens([*range(10), 77]), None) == 10
+    assert plane.branch_point(root, as_tokens([0, 1, 2, 77]), None) == 3
+    assert plane.branch_point(root, as_tokens([0, 1, 2]), None) == 3
+    assert plane.branch_point(root, as_tokens([*range(10), 77]), 4) == 4
+
+
+@pytest.mark.parametrize("branch_pos", [-1, 0, 4, 11])
+def test_a_branch_is_within_both(branch_pos):
+    """Neither before the first token nor behind the last one of the shorter."""
+    plane = serving()
+    with pytest.raises(BadRequestError) as caught:
+        plane.branch_point(pool(plane), as_tokens([0, 1, 2]), branch_pos)
+    assert (caught.value.param, caught.value.details) == ("branch_pos", {"parent_len": 10})
+
+
+@pytest.mark.parametrize(
+    ("tokens", "branch_pos", "mismatch", "expected", "got"),
+    [([5, 6], None, 0, 0, 5), ([0, 1, 9, 3], 4, 2, 2, 9), ([], None, 0, 0, None)],
+)
+def test_a_broken_contract_says_where(tokens, branch_pos, mismatch, expected, got):
+    """The first token that differs, on both sides; nothing in common looks like a suffix."""
+    plane = serving()
+    with pytest.raises(PrefixMismatchError) as caught:
+        plane.branch_point(pool(plane), as_tokens(tokens), branch_pos)
+    details = caught.value.details
+    assert (details["first_mismatch"], details["expected_token"]) == (mismatch, expected)
+    assert (details["got_token"], details["parent_len"]) == (got, 10)
+    assert details["suffix_only"] is (mismatch == 0)
+    assert set(details["next_moves"]) == {"re_root", "full_prefill"}
+
+
+def test_an_evicted_pool_goes_back_to_its_place():
+    """Asked for without a parent it keeps the one it had; with another one it moves there."""
+    plane = serving(max_pools=4)
+    root = pool(plane)
+    longer = as_tokens(range(15))
+    child, _ = plane.begin_pool(longer, SCOPE, label=None, pin=False, now_ts=5.0, parent=root, branch_pos=10)
+    plane.on_pool_ready(child, PoolUid(8))
+    plane.tree.evict(child)
+    back, compute = plane.begin_pool(longer, SCOPE, label=None, pin=False, now_ts=6.0)
+    assert (compute, back.parent, back.branch_pos) == (True, root, 10)
+
+
+def test_an_automatic_pool_that_is_asked_for_is_kept():
+    """Whoever creates it does not lose it silently; one that only comes back stays automatic."""
+    plane = serving()
+    made = pool(plane)
+    made.origin = PoolOrigin.AUTO
+    auto = {"label": None, "pin": False, "now_ts": 5.0, "origin": PoolOrigin.AUTO}
+    assert plane.begin_pool(TOKENS, SCOPE, **auto) == (made, False)
+    assert made.origin is PoolOrigin.AUTO
+    plane.begin_pool(TOKENS, SCOPE, label=None, pin=False, now_ts=5.0)
+    assert made.origin is PoolOrigin.EXPLICIT
+    plane.begin_pool(TOKENS, SCOPE, **auto)
+    assert made.origin is PoolOrigin.EXPLICIT
+
+
+# -- snapshots --------------------------------------------------------------------------------------------
+
+
+def slot_sample(number=0, *, tokens=20, shared=0, uid=0):
+    """A slot as the engine reports it."""
+    return SlotSample(SlotId(number), SlotState.IDLE, 1, 0, 0, 0, 0, tokens, shared, PoolUid(uid), 100)
+
+
+def test_a_session_is_where_its_slot_is():
+    """404 for none and for another key's, 409 once its slot is another's."""
+    plane = serving(slots=1)
+    mine = turn(plane, 1, 2, name="a")
+    assert plane.resident_slot(mine.session_id, SCOPE) is plane.board.slots[0]
+    assert plane.resident_slot(mine.session_id, None) is plane.board.slots[0]
+    for name, scope in (("b", SCOPE), ("a", Scope("t"))):
+        with pytest.raises(NotFoundError) as caught:
+            plane.resident_slot(name, scope)
+        assert caught.value.code == "session_not_found"
+    turn(plane, 8, 9, name="b")
+    with pytest.raises(SessionNotResidentError):
+        plane.resident_slot(mine.session_id, SCOPE)
+
+
+def test_a_snapshot_belongs_where_its_cells_are():
+    """Below the pool that its slot rides on, unless the one that was asked for agrees with all of that."""
+    plane = serving(max_pools=4)
+    root = pool(plane, uid=1)
+    child = pool(plane, as_tokens(range(8)), uid=2)
+    other = pool(plane, as_tokens([0, 1, 2, 9, 9]), uid=3)
+    plain, riding = slot_sample(), slot_sample(shared=6, uid=2)
+    assert plane.snapshot_parent(plain, None) is None
+    assert plane.snapshot_parent(plain, other) is other
+    assert plane.snapshot_parent(riding, None) is child
+    assert plane.snapshot_parent(riding, child) is child
+    assert plane.snapshot_parent(riding, root) is root  # it holds the same six tokens
+    assert plane.snapshot_parent(riding, other) is child  # it holds three of them
+    assert plane.snapshot_parent(slot_sample(shared=3, uid=2), other) is other
+    gone = plane.tree.evict(other)
+    assert plane.snapshot_parent(plain, gone) is None
+    below, _ = plane.begin_pool(
+        as_tokens(range(9)), SCOPE, label=None, pin=False, now_ts=1.0, parent=root, branch_pos=9
+    )
+    plane.on_pool_ready(below, PoolUid(4))
+    assert plane.snapshot_parent(slot_sample(shared=9, uid=4), root) is below
+
+
+def adopt(plane, tokens, *, uid=9, label=None, pin=False, parent=None, branch_pos=0):
+    """Enter a snapshot."""
+    number = plane.tree.reserve(SCOPE)
+    options = {"origin": PoolOrigin.SNAPSHOT, "label": label, "pin": pin, "now_ts": 5.0}
+    return plane.adopt_snapshot(
+        number, PoolUid(uid), as_tokens(tokens), SCOPE, parent=parent, branch_pos=branch_pos, **options
+    )
+
+
+def test_a_snapshot_is_resident_at_once():
+    """In its place, with the number that was reserved."""
+    plane = serving()
+    root = pool(plane)
+    made, kept = adopt(plane, range(12), label="x", pin=True, parent=root, branch_pos=10)
+    assert (kept, made.resident, made.origin, made.uid) == (True, True, PoolOrigin.SNAPSHOT, 9)
+    assert (made.parent, made.own_len, made.label, made.pinned) == (root, 2, "x", True)
+    assert plane.tree.sequences_used == 2
+
+
+def test_a_superfluous_snapshot_leaves_a_ghost():
+    """The pool that is there is it; its slot lives on cells under a name that has to be known."""
+    plane = serving()
+    root = pool(plane)
+    same, kept = adopt(plane, TOKENS, label="x", pin=True)
+    assert (same, kept, root.label, root.pinned) == (root, False, "x", True)
+    ghost = plane.tree.node(PoolUid(9))
+    assert (ghost.pool_id, ghost.released) == (root.pool_id, True)
+    plane.on_sample(sample(used=20, slots=(slot_sample(tokens=10, shared=10, uid=9),)))
+    assert plane.ownership.unattributed == 0
+
+
+# -- finding pools ----------------------------------------------------------------------------------------
+
+
+def policed(**options):
+    """A plane with a policy of few tokens."""
+    sizes = {"min_match_tokens": 4, "auto_min_tokens": 6, "auto_gain_tokens": 2}
+    plane = ControlPlane(max_waiting=10, policy=PoolPolicy(**sizes | options))
+    ready(plane, slots=3, max_pools=4)
+    assert plane.policy.min_match_tokens == 4
+    return plane
+
+
+def test_a_match_is_the_longest_that_is_worth_it():
+    """Within the key, and used from then on."""
+    plane = policed()
+    made = pool(plane)
+    assert plane.match(as_tokens([0, 1, 2, 3, 9]), SCOPE, now_ts=9.0) == AttachPlan(made, 4, 4)
+    assert made.last_access_ts == 9.0
+    assert plane.match(as_tokens([0, 1, 2, 9]), SCOPE, now_ts=9.0) is None
+    assert plane.match(TOKENS, Scope("t"), now_ts=9.0) is None
+
+
+def holding(plane, tokens, *chain, name, **options):
+    """A request whose prompt is known."""
+    lease = admitted(plane, *chain, name=name, **options)
+    plane.on_prompt(lease, as_tokens(tokens))
+    return lease
+
+
+def test_who_shares_enough_is_worth_a_pool():
+    """Another conversation of the same key, with more in common than any pool has, by a margin."""
+    plane = policed()
+    leader = holding(plane, range(10), 1, 2, name="a")
+    lease = admitted(plane, 5, 6, name="b")
+    prompt = as_tokens([*range(8), 99])
+    assert plane.shareable(prompt, lease, 0) == (plane.board.slots[leader.slots[0]], 8)
+    assert plane.shareable(prompt, lease, 6) == (plane.board.slots[leader.slots[0]], 8)
+    assert plane.shareable(prompt, lease, 7) is None
+    assert plane.shareable(as_tokens([0, 1, 2, 3, 4, 99]), lease, 0) is None
+    other = admitted(plane, 7, 8, name="c", scope=Scope("t"))
+    assert plane.shareable(prompt, other, 0) is None
+
+
+def test_nobody_shares_unasked_where_that_is_off_or_there_is_no_conversation():
+    """The policy says no; computing a pool is no conversation."""
+    off = policed(auto_pools=False)
+    holding(off, range(10), 1, 2, name="a")
+    assert off.shareable(TOKENS, admitted(off, 5, 6, name="b"), 0) is None
+    plane = policed()
+    holding(plane, range(10), 1, 2, name="a")
+    assert plane.shareable(TOKENS, admitted(plane, conversation=False), 0) is None
+
+
+def test_automatic_pools_have_a_share():
+    """Of the sequence ids, at least one; those that are evicted hold none."""
+    plane = policed(auto_share=0.5)
+    assert not plane.too_many_automatic()
+    for number in range(2):
+        made = pool(plane, as_tokens([number] * 5), uid=number + 1)
+        made.origin = PoolOrigin.AUTO
+    assert plane.too_many_automatic()
+    plane.tree.evict(made)
+    assert not plane.too_many_automatic()
+    assert not policed(auto_share=0.0).too_many_automatic()
+
+
+def test_a_lease_that_ended_says_nothing_about_its_slot():
+    """It may be another's by now."""
+    plane = policed()
+    lease = admitted(plane, 1, 2, name="a")
+    finish(plane, lease)
+    plane.on_prompt(lease, TOKENS)
+    assert plane.board.slots[lease.slots[0]].tokens is None
+
+
+def test_a_pool_in_use_is_counted():
+    """From the sending to the end of the request, so that nobody evicts it meanwhile."""
+    plane = policed()
+    made = pool(plane)
+    lease = admitted(plane, 1, 2, name="a")
+    plane.on_dispatch(lease, AttachPlan(made, 4, 4))
+    assert (made.attached, lease.pool) == (1, made)
+    finish(plane, lease)
+    finish(plane, lease)
+    assert made.attached == 0
 
 
 # -- against chance ---------------------------------------------------------------------------------------
