@@ -4,7 +4,7 @@ import pytest
 
 from polykv_proxy.core.sessions import Session
 from polykv_proxy.core.slots import Ask, Content, Placement, SlotBoard
-from polykv_proxy.core.types import LeaseId, Scope, SessionId, SlotId
+from polykv_proxy.core.types import LeaseId, Scope, SessionId, SlotId, as_tokens
 
 SCOPE = Scope("s")
 
@@ -161,3 +161,23 @@ def test_forgetting_leaves_a_session_alone_that_lives_elsewhere():
     board.forget(SlotId(0))
     assert mine.slot == 5
     assert board.slots[0].session is None
+
+
+def test_the_closest_conversation_is_the_one_with_most_tokens_in_common():
+    """Of the same key, in another slot, at work or not; a slot whose tokens are not known is none."""
+    board = SlotBoard(5)
+    prompts = {"a": [1, 2, 3], "b": [1, 2, 9], "c": [1, 2, 3, 4], "other": [1, 2, 3, 4, 5], "silent": None}
+    for name, tokens in prompts.items():
+        owner = session(name, Scope("t") if name == "other" else SCOPE)
+        wanted = ask(ord(name[0]), 2, name=name, scope=owner.scope)
+        placement = board.place(wanted)
+        board.take(placement, LeaseId(1), owner, wanted)
+        board.slots[placement.slots[0]].tokens = None if tokens is None else as_tokens(tokens)
+    prompt = as_tokens([1, 2, 3, 4, 5])
+    assert board.closest(prompt, SCOPE, other_than=SlotId(4)) == (board.slots[2], 4)
+    assert board.closest(prompt, SCOPE, other_than=SlotId(2)) == (board.slots[0], 3)
+    assert board.closest(as_tokens([7]), SCOPE, other_than=SlotId(4)) is None
+    board.free(SlotId(2), 2.0, Content.NEW)
+    assert board.closest(prompt, SCOPE, other_than=SlotId(4)) == (board.slots[2], 4)
+    board.slots[0].session = None
+    assert board.closest(prompt, SCOPE, other_than=SlotId(2)) == (board.slots[1], 2)
