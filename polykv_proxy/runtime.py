@@ -124,7 +124,9 @@ class Runtime:
         """The supervisor's report."""
         before, self.status = self.status, status
         if before is None or (before.state, before.reason) != (status.state, status.reason):
-            log.info("engine_state", state=status.state.value, reason=status.reason, pid=status.pid)
+            failed = status.state is EngineState.DOWN and status.reason not in (None, "stopped")
+            report = log.warning if failed else log.info
+            report("engine_state", state=status.state.value, reason=status.reason, pid=status.pid)
         if self._ready_task is not None:
             self._ready_task.cancel()
             self._ready_task = None

@@ -162,6 +162,8 @@ class Inference:
         if not plane.serving:
             await work.hold.until(self._serving, self._waited_too_long)
         pool = plane.find_pool(pool_id, work.scope)
+        if pool is None and plane.tree.get(pool_id) is not None:
+            log.info("pool_of_another_key", pool_id=pool_id)
         if pool is not None and pool.state in (PoolState.EVICTED, PoolState.MATERIALIZING):
             going = self._runtime.background(self._pooling.revive(pool))
             pool = (await work.hold.until(_patience(going), self._waited_too_long))[0]

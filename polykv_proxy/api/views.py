@@ -11,14 +11,18 @@ if TYPE_CHECKING:
     from polykv_proxy.core.plane import ControlPlane
     from polykv_proxy.core.pools import PrefixPool
     from polykv_proxy.core.sessions import Session
-    from polykv_proxy.core.types import Scope
+    from polykv_proxy.core.types import Scope, SlotId
 
 FEATURES = ("polykv_pools_v1", "polykv_fork_v1", "polykv_snapshot_v1", "polykv_auto_match_v1")
 """Named features; clients branch on these, never on versions."""
 
 
 def pools(plane: ControlPlane, scope: Scope | None) -> dict[str, Any]:
-    """Every pool that ``scope`` may see (None: all), and how all used cells are accounted for."""
+    """Every pool that ``scope`` may see (None: all), and how all used cells are accounted for.
+
+    Used cells are the own cells of the pools and of those that drain, the private cells of the sessions
+    listed below either, those of unpooled slots, what is other keys', and what is not attributed.
+    """
     visible = [pool for pool in plane.tree if scope in (None, pool.scope)]
     facts, sample, owned = plane.facts, plane.sample, plane.ownership
     named = {
@@ -54,9 +58,18 @@ def pools(plane: ControlPlane, scope: Scope | None) -> dict[str, Any]:
                 "pool_id": rest.pool_id if rest.pool_id in ours else None,
                 "cells": rest.cells,
                 "holders": rest.holders,
+                "sessions": [_rider(plane, slot, scope) for slot in rest.slots],
             }
             for rest in owned.draining
         ],
+        "other_keys_cells": 0
+        if owned is None
+        else sum(
+            owned.own.get(pool.pool_id, 0)
+            + sum(owned.suffix[slot] for slot in owned.riders.get(pool.pool_id, ()))
+            for pool in plane.tree
+            if scope not in (None, pool.scope)
+        ),
         "unattributed_cells": None if owned is None else owned.unattributed,
     }
 
@@ -66,8 +79,13 @@ def pool_view(plane: ControlPlane, pool: PrefixPool) -> dict[str, Any]:
     cells = {} if plane.ownership is None else plane.ownership.own
     cell_bytes = None if plane.facts is None else plane.facts.bytes_per_cell
     children = [child.pool_id for child in pool.children if not child.released]
-    attached = [session for session in plane.sessions if session.pool == pool.pool_id]
-    resident = [session for session in attached if session.slot is not None]
+    riders = () if plane.ownership is None else plane.ownership.riders.get(pool.pool_id, ())
+    coming = [
+        session.slot
+        for session in plane.sessions
+        if session.pool == pool.pool_id and session.slot is not None
+    ]
+    slots = sorted({*riders, *(slot for slot in coming if not _elsewhere(plane, slot))})
     return {
         "pool_id": pool.pool_id,
         "label": pool.label,
@@ -79,13 +97,13 @@ def pool_view(plane: ControlPlane, pool: PrefixPool) -> dict[str, Any]:
         "subtree_kv_bytes": _bytes(sum(cells.get(each.pool_id, 0) for each in pool.subtree()), cell_bytes),
         "residency": pool.state.value,
         "pinned": pool.pinned,
-        "orphaned_pin": pool.pinned and not resident and not children,
+        "orphaned_pin": pool.pinned and not slots and not children,
         "origin": pool.origin.value,
         "created_at": pool.created_ts,
         "last_access_ts": pool.last_access_ts,
         "hits": pool.hits,
         "children": children,
-        "sessions": [_attached_session(plane, session) for session in resident],
+        "sessions": [_rider(plane, slot, pool.scope) for slot in slots],
     }
 
 
@@ -112,18 +130,26 @@ def properties(plane: ControlPlane) -> dict[str, Any]:
     }
 
 
-def _attached_session(plane: ControlPlane, session: Session) -> dict[str, Any]:
-    suffix = None
-    if plane.ownership is not None and session.slot is not None:
-        suffix = plane.ownership.suffix.get(session.slot)
+def _elsewhere(plane: ControlPlane, slot: SlotId) -> bool:
+    """Whether the engine was seen to share another pool's cells with this slot."""
+    return plane.ownership is not None and slot in plane.ownership.suffix
+
+
+def _rider(plane: ControlPlane, slot: SlotId, scope: Scope | None) -> dict[str, Any]:
+    """A slot that shares a pool's cells, and whose it is if ``scope`` may know."""
+    session = next((each for each in plane.sessions if each.slot == slot), None)
+    suffix = None if plane.ownership is None else plane.ownership.suffix.get(slot)
     cell_bytes = None if plane.facts is None else plane.facts.bytes_per_cell
+    if session is None or scope not in (None, session.scope):
+        session = None
     return {
-        "session_id": session.session_id,
+        "session_id": None if session is None else session.session_id,
+        "slot": slot,
         "suffix_n_tokens": suffix,
         "marginal_kv_bytes": None if suffix is None else _bytes(suffix, cell_bytes),
         "tps_ewma": None,
-        "ttft_ms": None if session.ttft_s is None else session.ttft_s * 1000.0,
-        "state": "running" if session.running else "idle",
+        "ttft_ms": None if session is None else _ms(session.ttft_s),
+        "state": "running" if session is not None and session.running else "idle",
     }
 
 
@@ -140,9 +166,13 @@ def _session(plane: ControlPlane, session: Session) -> dict[str, Any]:
         "turns": session.turns,
         "ctx_used": used,
         "ctx_total": None if plane.facts is None else plane.facts.ctx_tokens,
-        "ttft_ms": None if session.ttft_s is None else session.ttft_s * 1000.0,
+        "ttft_ms": _ms(session.ttft_s),
         "started_ts": session.started_ts,
     }
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds * 1000.0, 3)
 
 
 def _bytes(cells: int, bytes_per_cell: int | None) -> int | None:

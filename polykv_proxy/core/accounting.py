@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from polykv_proxy.core.pools import PrefixPool
-    from polykv_proxy.core.types import EngineSample, PoolId, SlotId, SlotState
+    from polykv_proxy.core.types import EngineSample, PoolId, PoolUid, SlotId, SlotState
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,8 @@ class Draining:
     cells: int
     holders: int
     """Children and slots that keep it alive."""
+    slots: tuple[SlotId, ...]
+    """Those of the holders that are slots."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,8 @@ class Ownership:
     """Cells of each resident pool."""
     suffix: dict[SlotId, int]
     """Private cells of each slot that shares a prefix."""
+    riders: dict[PoolId, tuple[SlotId, ...]]
+    """The slots that share a prefix with each resident pool."""
     unpooled: tuple[Unpooled, ...]
     draining: tuple[Draining, ...]
     dead: frozenset[int]
@@ -67,12 +71,14 @@ def attribute(nodes: Iterable[PrefixPool], sample: EngineSample) -> Ownership:
     by_uid = {node.uid: node for node in nodes if node.uid is not None}
     reach = {uid: node.prefix_len if not node.released else 0 for uid, node in by_uid.items()}
     holders = dict.fromkeys(by_uid, 0)
+    riders: dict[PoolUid, tuple[SlotId, ...]] = dict.fromkeys(by_uid, ())
     suffix: dict[SlotId, int] = {}
     unpooled: list[Unpooled] = []
     for slot in sample.slots:
         if slot.shared_tokens > 0 and slot.pool_uid in by_uid:
             reach[slot.pool_uid] = max(reach[slot.pool_uid], slot.shared_tokens)
             holders[slot.pool_uid] += 1
+            riders[slot.pool_uid] += (slot.slot,)
             suffix[slot.slot] = slot.tokens - slot.shared_tokens
         elif slot.tokens:
             unpooled.append(Unpooled(slot.slot, slot.tokens, slot.state))
@@ -91,8 +97,8 @@ def attribute(nodes: Iterable[PrefixPool], sample: EngineSample) -> Ownership:
         cells = max(0, reach[uid] - node.branch_pos)
         if not node.released:
             own[node.pool_id] = cells
-        elif cells:
-            draining.append(Draining(node.pool_id, cells, holders[uid]))
+        elif cells or riders[uid]:
+            draining.append(Draining(node.pool_id, cells, holders[uid], riders[uid]))
     explained = (
         sum(own.values())
         + sum(suffix.values())
@@ -102,6 +108,7 @@ def attribute(nodes: Iterable[PrefixPool], sample: EngineSample) -> Ownership:
     return Ownership(
         own=own,
         suffix=suffix,
+        riders={node.pool_id: riders[uid] for uid, node in by_uid.items() if not node.released},
         unpooled=tuple(unpooled),
         draining=tuple(draining),
         dead=frozenset(uid for uid, node in by_uid.items() if node.released and reach[uid] == 0 and uid),

@@ -142,8 +142,41 @@ def test_a_listing_holds_what_its_scope_may_see():
         assert [one["session_id"] for one in listing["unpooled"]] == names
         assert [one["pool_id"] for one in listing["draining"]] == pools
         assert listing["unpooled"][0]["cells"] == 10
-    everything = views.pools(plane, None)
-    assert everything["draining"][0] == {"pool_id": gone.pool_id, "cells": 50, "holders": 1}
+    (rest,) = views.pools(plane, None)["draining"]
+    assert (rest["pool_id"], rest["cells"], rest["holders"]) == (gone.pool_id, 50, 1)
+    assert [(rider["session_id"], rider["suffix_n_tokens"]) for rider in rest["sessions"]] == [("theirs", 15)]
+
+
+def cells_of(listing):
+    """All that a listing accounts for."""
+    private = [rider for pool in (*listing["pools"], *listing["draining"]) for rider in pool["sessions"]]
+    return (
+        sum(pool["own_kv_bytes"] // 10 for pool in listing["pools"])
+        + sum(rest["cells"] for rest in listing["draining"])
+        + sum(rider["suffix_n_tokens"] for rider in private)
+        + sum(slot["cells"] for slot in listing["unpooled"])
+        + listing["other_keys_cells"]
+        + listing["unattributed_cells"]
+    )
+
+
+def test_a_listing_adds_up_for_everyone():
+    """Also with slots whose session is gone or names another pool, released pools, and other keys."""
+    plane = plane_with()
+    gone = pool(plane, 50, 1)
+    kept = pool(plane, 20, 2)
+    session(plane, "mine").pool = gone.pool_id  # named one, but the engine shares the other
+    plane.tree.release(gone)
+    slots = (slot(0, 35, shared=20, uid=2), slot(1, 65, shared=50, uid=1))
+    plane.on_sample(EngineSample("e", 0.0, 100, 1000, 0, slots, ()))
+    for scope in (None, SCOPE, Scope("t")):
+        listing = views.pools(plane, scope)
+        assert (listing["kv_cells_used"], listing["unattributed_cells"]) == (100, 0)
+        assert cells_of(listing) == 100
+    assert views.pools(plane, Scope("t"))["other_keys_cells"] == 35
+    (shown,) = views.pools(plane, SCOPE)["pools"]
+    assert [(rider["slot"], rider["suffix_n_tokens"]) for rider in shown["sessions"]] == [(0, 15)]
+    assert shown["pool_id"] == kept.pool_id
 
 
 def test_sessions_come_last_used_first():
