@@ -262,6 +262,8 @@ class Mob:
             pool["n_tokens"] for pool in counters["pools"]
         )
         assert listed["unattributed_cells"] == 0, listed
+        # pools also come by themselves, or of requests that nobody waited for
+        self.known = {pool["pool_id"]: self.known.get(pool["pool_id"], []) for pool in listed["pools"]}
         return listed
 
     async def _numbers_are_back(self) -> bool:
