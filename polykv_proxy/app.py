@@ -46,6 +46,9 @@ log = structlog.get_logger(__name__)
 PASS_THROUGH_HOLD_S = 10.0
 """How long a request that needs no slot waits for an engine that is starting."""
 
+_OURS_TO_START = ("binary", "model", "parallel", "ctx_size", "max_pools", "args", "env")
+"""Settings of the engine that mean nothing for one that runs already."""
+
 
 class Proxy:
     """A running proxy with its engine; an async context manager.
@@ -119,6 +122,16 @@ class Proxy:
             self.runtime.on_engine_status(status)
 
         if url is not None:
+            engine = self._settings.engine
+            fields = type(engine).model_fields
+            if ignored := [
+                f"engine.{name}"
+                for name in _OURS_TO_START
+                if getattr(engine, name) != fields[name].get_default(call_default_factory=True)
+            ]:
+                log.warning(
+                    "settings_ignored", keys=ignored, reason="engine.url: that engine is not ours to start"
+                )
             return Attached(EngineAddress.parse(url), on_state)
         spec = spec_from(self._settings)
         for warning in spec.warnings:

@@ -5,6 +5,7 @@ import signal
 
 import aiohttp
 import pytest
+import structlog
 from api.rig import CHAT, chat, until
 from fake_polykv import FakePolykv
 
@@ -34,6 +35,17 @@ async def test_a_request_finds_its_way(engine):
             assert answer.headers["x-session-id"] == "auto-1"
         async with session.get(f"http://{proxy.address}/polykv/pools") as answer:
             assert (await answer.json())["pools"] == []
+
+
+async def test_settings_that_an_attached_engine_does_not_obey_are_named(engine):
+    """Who sets the slots of an engine that runs already would wait for them in vain."""
+    with structlog.testing.capture_logs() as logs:
+        async with Proxy(settings(engine, parallel=9, args=("-ngl", "99"))):
+            pass
+        async with Proxy(settings(engine)):
+            pass
+    (told,) = [entry for entry in logs if entry["event"] == "settings_ignored"]
+    assert told["keys"] == ["engine.parallel", "engine.args"]
 
 
 async def test_the_engines_key_guards_the_control_routes(engine):
