@@ -313,9 +313,9 @@ async def test_random_work_on_a_tiny_model_leaves_no_cell_behind(
     async with serve(tmp_path, "--model", str(model), *sizes) as served:
         codes = await unleash(served, OPERATIONS, 1000)
     # what was asked for did happen: much work was done, and every way to refuse it was seen
-    assert codes["answered"] > OPERATIONS / 12
-    assert codes["fine"] > OPERATIONS / 12
-    assert codes["snapshot"] > OPERATIONS / 100
+    assert codes["answered"] > OPERATIONS / 20
+    assert codes["fine"] > OPERATIONS / 20
+    assert codes["snapshot"] > OPERATIONS / 500  # most sessions lost their slot by then
     assert codes.keys() >= {"pool_capacity_exhausted", "pool_has_children", "pool_pinned", "left"}
 
 
@@ -326,4 +326,4 @@ async def test_random_work_on_a_real_model_leaves_no_cell_behind(
     sizes = ("--parallel", str(SLOTS), "--ctx-size", str(CELLS), "--max-pools", str(POOLS))
     async with serve(tmp_path, *sizes) as served:
         codes = await unleash(served, OPERATIONS_SMOLLM, 40_000)
-    assert codes["answered"] > OPERATIONS_SMOLLM / 12
+    assert codes["answered"] > OPERATIONS_SMOLLM / 20
