@@ -54,8 +54,6 @@ RELEASE_RETRY_S = (0.5, 30.0)
 _ANSWERED = frozenset({"engine_refused", "engine_failed", "engine_auth", "not_found"})
 """Codes of the client's errors after which the engine is known to be done with a call."""
 
-_COMES_BACK = (PoolState.EVICTED, PoolState.MATERIALIZING)
-
 T = TypeVar("T")
 
 
@@ -262,9 +260,9 @@ class Pooling:
             PolyKVError: see ``create``.
         """
         parent = pool.parent
-        if parent is not None and not parent.released and parent.state in _COMES_BACK:
+        if parent is not None and not parent.released and parent.comes_back:
             await self.ensure_resident(parent)
-        if pool.state in _COMES_BACK:
+        if pool.comes_back:
             pool, _, _ = await self.create(pool.tokens, pool.scope, label=None, pin=False, origin=pool.origin)
         if not pool.resident:
             raise ConflictError(

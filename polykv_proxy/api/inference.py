@@ -22,7 +22,7 @@ from polykv_proxy.api.answer import AnswerReader
 from polykv_proxy.api.hold import Hold
 from polykv_proxy.api.identity import OUR_HEADER_PREFIX, our_headers, scope_of, session_name, without_ours
 from polykv_proxy.core.slots import Ask, Content
-from polykv_proxy.core.types import Capability, PoolId, PoolState
+from polykv_proxy.core.types import Capability, PoolId
 from polykv_proxy.edge.relay import RelayResult, relay, relay_into_open_stream
 from polykv_proxy.errors import EngineGoneError, PolyKVError, SaturatedError, UnavailableError
 
@@ -164,7 +164,7 @@ class Inference:
         pool = plane.find_pool(pool_id, work.scope)
         if pool is None and plane.tree.get(pool_id) is not None:
             log.info("pool_of_another_key", pool_id=pool_id)
-        if pool is not None and pool.state in (PoolState.EVICTED, PoolState.MATERIALIZING):
+        if pool is not None and pool.comes_back:
             going = self._runtime.background(self._pooling.revive(pool))
             pool = (await work.hold.until(_patience(going), self._waited_too_long))[0]
         if pool is None or not pool.resident or plane.capability is not Capability.ZERO_COPY:

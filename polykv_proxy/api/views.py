@@ -78,7 +78,7 @@ def pool_view(plane: ControlPlane, pool: PrefixPool) -> dict[str, Any]:
     """One pool; bytes are by ownership."""
     cells = {} if plane.ownership is None else plane.ownership.own
     cell_bytes = None if plane.facts is None else plane.facts.bytes_per_cell
-    children = [child.pool_id for child in pool.children if not child.released]
+    children = [child.pool_id for child in pool.living_children]
     riders = () if plane.ownership is None else plane.ownership.riders.get(pool.pool_id, ())
     coming = [
         session.slot

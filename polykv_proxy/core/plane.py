@@ -36,7 +36,6 @@ from polykv_proxy.core.types import (
     PoolOrigin,
     PoolState,
     SessionId,
-    common_prefix,
 )
 from polykv_proxy.errors import (
     BadRequestError,
@@ -371,7 +370,7 @@ class ControlPlane:
             BadRequestError: D beyond the parent's or the child's end.
             PrefixMismatchError: the contract does not hold; says where.
         """
-        common = common_prefix(parent.tokens, tokens)
+        common = parent.match(tokens)
         both = min(parent.prefix_len, len(tokens))
         if branch_pos is not None and not 0 < branch_pos <= both:
             raise BadRequestError(
@@ -503,7 +502,7 @@ class ControlPlane:
 
         Args:
             pool: no effect on one that is resident.
-            retire: the engine may have it all the same; its number stays taken until ``tree.retired``.
+            retire: the engine may have it all the same; its number stays taken until ``tree.retire``.
         """
         if self.is_awaited(pool):
             self.tree.failed(pool, retire=retire)
@@ -523,7 +522,7 @@ class ControlPlane:
         Raises:
             BadRequestError: strict, and the cap exceeds the match.
         """
-        matched = common_prefix(pool.tokens, tokens)
+        matched = pool.match(tokens)
         if strict and cap is not None and cap > matched:
             raise BadRequestError(
                 f"shared_prefix_n_tokens is {cap} but only {matched} leading tokens agree with the pool",

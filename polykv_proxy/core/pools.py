@@ -95,6 +95,16 @@ class PrefixPool:
         """Whether it holds one of the engine's sequence ids."""
         return self.state in (PoolState.MATERIALIZING, PoolState.RESIDENT)
 
+    @property
+    def comes_back(self) -> bool:
+        """Whether it can be had by asking for its content: it was evicted, or is being computed."""
+        return self.state in (PoolState.EVICTED, PoolState.MATERIALIZING)
+
+    @property
+    def living_children(self) -> list[PrefixPool]:
+        """Children that have an id; ghosts left out."""
+        return [child for child in self.children if not child.released]
+
     def match(self, tokens: Tokens) -> int:
         """Leading tokens of a prompt that this pool holds."""
         return common_prefix(self.tokens, tokens)
@@ -102,9 +112,8 @@ class PrefixPool:
     def subtree(self) -> Iterator[PrefixPool]:
         """This pool and everything below it that is not released, parents first."""
         yield self
-        for child in self.children:
-            if not child.released:
-                yield from child.subtree()
+        for child in self.living_children:
+            yield from child.subtree()
 
     def is_below(self, other: PrefixPool) -> bool:
         """Whether ``other`` is this pool or one of its ancestors."""
@@ -301,7 +310,7 @@ class PoolTree:
             PoolInUseError: it has children and ``recursive`` was not asked for, or one is being computed.
         """
         doomed = list(pool.subtree())[::-1]
-        children = [child.pool_id for child in pool.children if not child.released]
+        children = [child.pool_id for child in pool.living_children]
         if children and not recursive:
             raise PoolInUseError(
                 f"pool {pool.pool_id} has {len(children)} children; release them first or pass recursive=1",
@@ -340,9 +349,7 @@ class PoolTree:
             raise PoolInUseError(
                 "a pinned pool is not evicted; unpin it first", code="pool_pinned", pinned=pinned
             )
-        children = [
-            child.pool_id for child in pool.children if child.occupies_sequence and not child.released
-        ]
+        children = [child.pool_id for child in pool.living_children if child.occupies_sequence]
         if children and not flush:
             raise PoolInUseError(
                 f"pool {pool.pool_id} has {len(children)} resident children; evict them first or flush",
@@ -359,7 +366,7 @@ class PoolTree:
         Its number is taken until ``retire``. The old object lives on as a ghost while slots hold cells.
         """
         evicted = replace(pool, state=PoolState.EVICTED, uid=None, children=[])
-        for child in [child for child in pool.children if not child.released]:
+        for child in pool.living_children:
             child.parent = evicted
             evicted.children.append(child)
             pool.children.remove(child)
@@ -382,7 +389,7 @@ class PoolTree:
             if pool.resident
             and pool.origin is PoolOrigin.AUTO
             and not pool.pinned
-            and not any(child.occupies_sequence for child in pool.children if not child.released)
+            and not any(child.occupies_sequence for child in pool.living_children)
             and not pool.attached
             and now_ts - pool.last_access_ts >= grace_s
         ]
@@ -398,7 +405,7 @@ class PoolTree:
             if pool.state in (PoolState.EVICTED, PoolState.LOST)
             and pool.origin is PoolOrigin.AUTO
             and not pool.pinned
-            and not any(not child.released for child in pool.children)
+            and not pool.living_children
         ]
         gone.sort(key=lambda pool: pool.last_access_ts)
         for pool in gone[: -self._GONE_MAX]:
@@ -451,7 +458,7 @@ class PoolTree:
             if pool.resident
             and pool.scope == scope  # others' ids are nobody's business, and could not be released
             and not pool.pinned
-            and not any(not child.released for child in pool.children)
+            and not pool.living_children
         ]
         way_out = "release one of those listed" if releasable else "none of yours could be released as it is"
         raise PoolCapacityError(

@@ -53,3 +53,11 @@ async def served(
     sizes = ("--parallel", "4", "--ctx-size", "8192", "--max-pools", "6")
     async with serve(tmp_path_factory.mktemp("served"), *sizes) as proxy:
         yield proxy
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def clean(served: Served) -> Served:
+    """No pool and nothing in the slots."""
+    await served.clear()
+    assert await served.cells_used() == 0
+    return served

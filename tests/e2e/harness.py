@@ -120,6 +120,16 @@ class Served:
         for slot in (await self.quiet())["slots"]:
             await self.until(lambda slot=slot: self._erased(slot["id"]))
 
+    async def computed(self) -> int:
+        """Prompt tokens that the engine has computed so far."""
+        return sum(slot["n_prompt_total"] for slot in (await self.quiet())["slots"])
+
+    async def clear(self) -> None:
+        """Release every pool and empty the slots."""
+        for pool in (await self.http.get("/polykv/pools")).json["pools"]:
+            await self.http("DELETE", f"/polykv/pools/{pool['pool_id']}?recursive=1")
+        await self.empty_slots()
+
     async def _erased(self, slot: int) -> bool:
         return (await self.http.post(f"/slots/{slot}?action=erase", {})).status == 200
 

@@ -44,12 +44,9 @@ async def precise(
 @pytest_asyncio.fixture(loop_scope="module")
 async def clean(precise: Served) -> Served:
     """No pool and nothing in the slots."""
-    served = precise
-    for pool in (await served.http.get("/polykv/pools")).json["pools"]:
-        await served.http("DELETE", f"/polykv/pools/{pool['pool_id']}?recursive=1")
-    await served.empty_slots()
-    assert await served.cells_used() == 0
-    return served
+    await precise.clear()
+    assert await precise.cells_used() == 0
+    return precise
 
 
 async def tokens_of(served: Served, text: str, *, begin: bool = False) -> list[int]:

@@ -6,7 +6,6 @@ import asyncio
 from typing import Any
 
 import pytest
-import pytest_asyncio
 
 from e2e.harness import Served
 from e2e.test_pools import SYSTEM
@@ -14,21 +13,6 @@ from e2e.test_pools import SYSTEM
 VERBS = ("list", "count", "move", "weigh")
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def clean(served: Served) -> Served:
-    """No pool and nothing in the slots."""
-    for pool in (await served.http.get("/polykv/pools")).json["pools"]:
-        await served.http("DELETE", f"/polykv/pools/{pool['pool_id']}?recursive=1")
-    await served.empty_slots()
-    assert await served.cells_used() == 0
-    return served
-
-
-async def computed(served: Served) -> int:
-    """Prompt tokens that the engine has computed so far."""
-    return sum(slot["n_prompt_total"] for slot in (await served.quiet())["slots"])
 
 
 async def chat(served: Served, messages: list[dict[str, str]], **more: Any) -> dict[str, Any]:
@@ -50,10 +34,10 @@ async def test_an_agent_hands_its_context_to_three_others(clean: Served) -> None
     pool_id = root.json["pool_id"]
     question = asked("How many parcels may you promise a day?")
     main = await chat(clean, question, pool_id=pool_id, session_id="main")
-    used, before = await clean.cells_used(), await computed(clean)
+    used, before = await clean.cells_used(), await clean.computed()
     child = (await clean.http.post(f"/polykv/pools/{pool_id}/fork", {"from_session": "main"})).json
     assert (child["parent"], child["branch_pos"]) == (pool_id, root.json["prefix_len"])
-    assert (await clean.cells_used(), await computed(clean)) == (used, before)
+    assert (await clean.cells_used(), await clean.computed()) == (used, before)
 
     history = [*question, main["choices"][0]["message"]]
     tasks = ("Check the first rule.", "Translate it.", "Is it strict?")
@@ -73,7 +57,7 @@ async def test_an_agent_hands_its_context_to_three_others(clean: Served) -> None
     assert min(shared) >= main["usage"]["prompt_tokens"]
     assert shared == [answer["opencoti"]["pool_match"] for answer in answers]
     own = [answer["usage"]["prompt_tokens"] - common for answer, common in zip(answers, shared, strict=True)]
-    assert await computed(clean) - before == sum(own)
+    assert await clean.computed() - before == sum(own)
     assert max(own) < 40
     listed = await clean.listing()
     assert listed["unattributed_cells"] == 0
@@ -83,7 +67,7 @@ async def test_an_agent_hands_its_context_to_three_others(clean: Served) -> None
 
 async def test_two_groups_share_a_preamble_and_each_its_own_part(clean: Served) -> None:
     """A root for all, a fork for each group: four members compute preamble and group parts once."""
-    before = await computed(clean)
+    before = await clean.computed()
     root = (await clean.http.post("/polykv/pools", {"messages": asked("")[:1]})).json
     groups = {}
     for name in ("harbour", "market"):
@@ -97,7 +81,7 @@ async def test_two_groups_share_a_preamble_and_each_its_own_part(clean: Served) 
     parts = [pool["prefix_len"] - pool["branch_pos"] for pool, _ in groups.values()]
     # nearly all of the preamble: only what closes the root's own message is not the group's
     assert min(pool["branch_pos"] for pool, _ in groups.values()) > root["prefix_len"] - 10
-    assert await computed(clean) - before == root["prefix_len"] + sum(parts) == await clean.cells_used()
+    assert await clean.computed() - before == root["prefix_len"] + sum(parts) == await clean.cells_used()
 
     async def member(name: str, number: int) -> dict[str, Any]:
         pool, beginning = groups[name]
@@ -110,7 +94,7 @@ async def test_two_groups_share_a_preamble_and_each_its_own_part(clean: Served) 
     for answer in answers:
         assert answer["timings"]["cache_n"] == answer["opencoti"]["pool_len"]
         own += answer["usage"]["prompt_tokens"] - answer["timings"]["cache_n"]
-    assert await computed(clean) - before == root["prefix_len"] + sum(parts) + own
+    assert await clean.computed() - before == root["prefix_len"] + sum(parts) + own
     listed = await clean.listing()
     assert listed["unattributed_cells"] == 0
     written = sum(answer["timings"]["predicted_n"] - 1 for answer in answers)

@@ -275,9 +275,7 @@ class Mob:
 
     async def go_home(self) -> None:
         """Release everything, empty the slots: nothing is left."""
-        for pool in (await self.served.http.get("/polykv/pools")).json["pools"]:
-            await self.served.http("DELETE", f"/polykv/pools/{pool['pool_id']}?recursive=1")
-        await self.served.empty_slots()
+        await self.served.clear()
         listed = await self.look()
         counters = await self.served.quiet()
         assert listed["pools"] == listed["draining"] == listed["unpooled"] == []

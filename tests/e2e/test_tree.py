@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import openai
 import pytest
-import pytest_asyncio
 
 from e2e.harness import Served, serve
 from e2e.test_pools import OTHER, SYSTEM, chat, make
@@ -16,16 +15,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def clean(served: Served) -> Served:
-    """No pool and nothing in the slots."""
-    for pool in (await served.http.get("/polykv/pools")).json["pools"]:
-        await served.http("DELETE", f"/polykv/pools/{pool['pool_id']}?recursive=1")
-    await served.empty_slots()
-    assert await served.cells_used() == 0
-    return served
 
 
 async def tokens_of(served: Served, text: str) -> list[int]:
@@ -40,20 +29,15 @@ async def fork(served: Served, parent: str, **body: Any) -> dict[str, Any]:
     return answer.json
 
 
-async def computed(served: Served) -> int:
-    """Prompt tokens that the engine has computed so far."""
-    return sum(slot["n_prompt_total"] for slot in (await served.quiet())["slots"])
-
-
 async def test_extension_computes_and_stores_only_what_is_new(clean: Served) -> None:
     """POOL-2: an extension's own part is L - D; the parent's cells gain a member and nothing is copied."""
     root = await make(clean, prompt=SYSTEM)
-    before = await computed(clean)
+    before = await clean.computed()
     child = await fork(clean, root["pool_id"], tokens=await tokens_of(clean, f"{SYSTEM} {OTHER}"))
     own = child["prefix_len"] - child["branch_pos"]
     assert child["parent"] == root["pool_id"]
     assert child["branch_pos"] in (root["prefix_len"], root["prefix_len"] - 1)
-    assert child["prompt_tokens_computed"] == own == await computed(clean) - before
+    assert child["prompt_tokens_computed"] == own == await clean.computed() - before
     assert await clean.cells_used() == root["prefix_len"] + own
     body = {"prompt": f"{SYSTEM} {OTHER} And so on.", "max_tokens": 2, "pool_id": child["pool_id"]}
     answer = (await clean.http.post("/v1/completions", body)).json
@@ -128,10 +112,10 @@ async def test_release_order(clean: Served) -> None:
 async def test_snapshot_of_a_session_copies_nothing(clean: Served) -> None:
     """POOL-11: from_session makes a pool of all that the slot holds, without a single cell."""
     answer = await clean.http.post("/v1/chat/completions", chat("Tell me more.", session_id="teller"))
-    used, before = await clean.cells_used(), await computed(clean)
+    used, before = await clean.cells_used(), await clean.computed()
     pool = (await clean.http.post("/polykv/pools", {"from_session": "teller"})).json
     assert pool["prefix_len"] == used
-    assert (await clean.cells_used(), await computed(clean)) == (used, before)
+    assert (await clean.cells_used(), await clean.computed()) == (used, before)
     listed = await clean.listing()
     assert listed["unattributed_cells"] == 0
     assert [each["own_len"] for each in listed["pools"]] == [used]
@@ -235,7 +219,7 @@ async def test_second_conversation_makes_a_pool_of_what_it_shares(clean: Served)
 async def test_first_wave_costs_about_one_prefill(patched: Path, smollm: Path, tmp_path: Path) -> None:
     """POOL-15: eight plain SDK clients with one new system prompt at once compute ≤ 1.10 x the ideal."""
     async with serve(tmp_path, "--parallel", "8", "--ctx-size", "8192", "--max-pools", "4") as served:
-        base = await computed(served)
+        base = await served.computed()
         async with openai.AsyncOpenAI(
             base_url=f"{served.http.base}/v1", api_key="none", max_retries=0
         ) as client:
@@ -252,4 +236,4 @@ async def test_first_wave_costs_about_one_prefill(patched: Path, smollm: Path, t
         listed = (await served.http.get("/polykv/pools", headers={"Authorization": "Bearer none"})).json
         length = listed["pools"][0]["prefix_len"]
         ideal = length + sum(answer.usage.prompt_tokens - length for answer in answers)
-        assert await computed(served) - base <= 1.10 * ideal
+        assert await served.computed() - base <= 1.10 * ideal
