@@ -66,6 +66,7 @@ _WARNED_WITH_POOLS: dict[tuple[str, ...], str] = {
 _GPU_OPTIONS = frozenset({"-ngl", "--gpu-layers", "--n-gpu-layers", "-dev", "--device"})
 _NO_GPU_VALUES = frozenset({"0", "none"})
 _BATCH_OPTIONS = frozenset({"-b", "--batch-size"})
+_ALIAS_OPTIONS = frozenset({"-a", "--alias"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +104,7 @@ class LaunchProfile:
             *("--cache-ram", "0", "--no-cache-idle-slots", "--no-context-shift", "--cache-reuse", "0"),
             *("--slots", "--metrics", "--slot-save-path", str(self.slot_dir), "--sse-ping-interval", "10"),
             *batch,
+            *self._alias(),
             *self.extra,
         )
 
@@ -133,6 +135,12 @@ class LaunchProfile:
             reason = _why_refused(option, value, pools=self.max_pools > 0)
             if reason:
                 raise ConfigError(f"engine.args: {option} cannot be used: {reason}")
+
+    def _alias(self) -> tuple[str, ...]:
+        """The file's name as the model's, which would be its whole path: where it lies is not for clients."""
+        chosen = any(option in _ALIAS_OPTIONS for option, _ in _options(self.extra))
+        # a comma would make it several names
+        return () if chosen or "," in self.model.name else ("--alias", self.model.name)
 
     def _batch_is_chosen(self) -> bool:
         return any(

@@ -26,8 +26,23 @@ def test_arguments_of_a_plain_start():
     assert " ".join(PLAIN.argv()) == (
         "--model /m.gguf --host /run/engine-0.sock --kv-unified --parallel 4 --ctx-size 8192 "
         "--polykv-max-pools 16 --cache-ram 0 --no-cache-idle-slots --no-context-shift --cache-reuse 0 "
-        "--slots --metrics --slot-save-path /state/slots-0 --sse-ping-interval 10 -b 512"
+        "--slots --metrics --slot-save-path /state/slots-0 --sse-ping-interval 10 -b 512 --alias m.gguf"
     )
+
+
+@pytest.mark.parametrize(
+    ("model", "extra", "alias"),
+    [
+        ("/secret/place/m.gguf", (), ["m.gguf"]),
+        ("/m.gguf", ("--alias", "mine"), ["mine"]),
+        ("/m.gguf", ("-a", "mine"), []),
+        ("/a,b.gguf", (), []),
+    ],
+)
+def test_clients_see_the_models_name_and_not_its_path(model, extra, alias):
+    """Unless the user chose a name, or the file's would be read as two."""
+    argv = replace(PLAIN, model=Path(model), extra=extra).argv()
+    assert [value for option, value in pairwise(argv) if option == "--alias"] == alias
 
 
 def test_without_pools_a_stock_binary_starts_too():
