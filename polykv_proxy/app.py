@@ -1,7 +1,7 @@
 """The composition root: builds every part, joins them, and takes them down in the right order.
 
-Starting: listen, then the engine; requests that come before it is ready are held. Stopping: no new
-requests, running ones finish within the drain time, then the control plane, then the engine.
+Starting: listen, then the engines; requests that come before one is ready are held. Stopping: no new
+requests, running ones finish within the drain time, then the engines, then the control planes.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import signal
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
 import structlog
@@ -19,7 +20,8 @@ from polykv_proxy import __version__, sampler
 from polykv_proxy.api.control import ControlApi
 from polykv_proxy.api.guard import Guard
 from polykv_proxy.api.inference import Inference
-from polykv_proxy.api.routes import Routes, render_error
+from polykv_proxy.api.merged import Merged
+from polykv_proxy.api.routes import Handlers, Routes, render_error
 from polykv_proxy.api.status import Status
 from polykv_proxy.core.decisions import PoolPolicy
 from polykv_proxy.core.plane import ControlPlane
@@ -33,11 +35,14 @@ from polykv_proxy.engine.client import EngineClient
 from polykv_proxy.engine.launch import spec_from
 from polykv_proxy.engine.supervisor import Supervisor
 from polykv_proxy.errors import ConfigError
+from polykv_proxy.fleet import Engine, Fleet
 from polykv_proxy.pooling import Pooling
 from polykv_proxy.runtime import Runtime
 from polykv_proxy.telemetry import configure_logging
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from polykv_proxy.config import Settings
     from polykv_proxy.engine.state import EngineProcess, EngineStatus
 
@@ -51,58 +56,43 @@ _OURS_TO_START = ("binary", "model", "parallel", "ctx_size", "max_pools", "args"
 
 
 class Proxy:
-    """A running proxy with its engine; an async context manager.
+    """A running proxy with its engines; an async context manager.
 
     Args:
-        settings: ``engine.binary`` and ``engine.model`` filled in, unless ``engine.url`` is set.
+        settings: ``binary`` and ``model`` of each engine filled in, unless it has a ``url``.
 
     Attributes:
-        runtime: the control plane at work.
+        fleet: the engines and their control planes at work.
         address: ``host:port`` it listens on, once entered.
     """
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._stack = AsyncExitStack()
-        self.runtime: Runtime
+        self.fleet: Fleet
         self.address = ""
 
     async def __aenter__(self) -> Self:
-        """Listen, and start the engine; returns before it is ready.
+        """Listen, and start the engines; returns before they are ready.
 
         Raises:
             ConfigError: something that cannot work, found before anything was started.
         """
         settings = self._settings
         async with AsyncExitStack() as stack:
-            api_key = settings.engine.api_key.get_secret_value() if settings.engine.api_key else None
-            process = self._process()
-            process.prepare()
-            client = await stack.enter_async_context(EngineClient(process.address, api_key))
             tasks = TaskSet()
-            stack.push_async_callback(tasks.cancel, 5.0)
-            policy = PoolPolicy(**settings.pools.model_dump())
-            plane = ControlPlane(max_waiting=settings.queue.max_depth, policy=policy)
-            self.runtime = Runtime(plane, client, tasks)
-            pooling = Pooling(self.runtime)
-            upstream = Upstream(_dial_text(process.address))
-            stack.callback(upstream.close)
+            starts = [await _prepare(settings, number, tasks, stack) for number in range(len(settings.fleet))]
+            stack.push_async_callback(tasks.cancel, 5.0)  # before what they use is closed
+            self.fleet = fleet = Fleet([start.engine for start in starts])
 
-            admin = settings.admin_api_key.get_secret_value() if settings.admin_api_key else api_key
-            guard = Guard(admin, (*settings.allowed_hosts, settings.listen_host))
-            control = ControlApi(self.runtime, pooling, guard, shared=settings.share_across_keys)
+            guard = Guard(_admin_key(settings), (*settings.allowed_hosts, settings.listen_host))
+            control = ControlApi(fleet, guard, shared=settings.share_across_keys)
             inside = await stack.enter_async_context(InProcess(control.application(settings.max_body_bytes)))
-            routes = Routes(
-                self.runtime,
-                upstream,
-                inside.upstream,
-                Inference(self.runtime, pooling, upstream, settings),
-                Status(self.runtime, upstream, guard),
-                hold_s=PASS_THROUGH_HOLD_S,
-                max_body_bytes=settings.max_body_bytes,
-            )
-            tasks.spawn(sampler.run(self.runtime))
-            self._run_engine(process, tasks, stack)
+            routes = assemble(fleet, inside.upstream, guard, settings, hold_s=PASS_THROUGH_HOLD_S)
+            for start in starts:
+                tasks.spawn(sampler.run(start.engine.runtime))
+                tasks.spawn(_keep(start.process, start.engine.name))
+            stack.push_async_callback(_stop, starts)
             edge = Edge(routes.handle, render_error=render_error)
             stack.push_async_callback(edge.close, settings.drain_s)
             await self._listen(edge)
@@ -115,40 +105,6 @@ class Proxy:
         await self._stack.aclose()
         log.info("stopped")
 
-    def _process(self) -> EngineProcess:
-        url = self._settings.engine.url
-
-        def on_state(status: EngineStatus) -> None:
-            self.runtime.on_engine_status(status)
-
-        if url is not None:
-            engine = self._settings.engine
-            fields = type(engine).model_fields
-            if ignored := [
-                f"engine.{name}"
-                for name in _OURS_TO_START
-                if getattr(engine, name) != fields[name].get_default(call_default_factory=True)
-            ]:
-                log.warning(
-                    "settings_ignored", keys=ignored, reason="engine.url: that engine is not ours to start"
-                )
-            return Attached(EngineAddress.parse(url), on_state)
-        spec = spec_from(self._settings)
-        for warning in spec.warnings:
-            log.warning("engine_argument", reason=warning)
-        return Supervisor(spec, on_state)
-
-    def _run_engine(self, process: EngineProcess, tasks: TaskSet, stack: AsyncExitStack) -> None:
-        async def keep() -> None:
-            try:
-                await process.run()
-            except Exception:
-                # nothing above would notice: requests are answered with 503 from here on
-                log.exception("engine_supervision_failed")
-
-        tasks.spawn(keep())
-        stack.push_async_callback(process.stop, self._settings.engine.stop_deadline_s)
-
     async def _listen(self, edge: Edge) -> None:
         host = self._settings.listen_host
         try:
@@ -159,6 +115,100 @@ class Proxy:
             ) from None
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         log.info("listening", address=self.address, version=__version__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """An engine that is about to be run."""
+
+    engine: Engine
+    process: EngineProcess
+    stop_deadline_s: float
+
+
+async def _prepare(settings: Settings, number: int, tasks: TaskSet, stack: AsyncExitStack) -> _Start:
+    """Everything that works for one engine; nothing is started yet."""
+    name, settings = settings.fleet[number].name, settings.of_engine(number)
+    runtime: Runtime
+
+    def on_state(status: EngineStatus) -> None:
+        runtime.on_engine_status(status)
+
+    process = _process(settings, number, on_state)
+    process.prepare()
+    key = settings.engine.api_key
+    client = EngineClient(process.address, None if key is None else key.get_secret_value())
+    await stack.enter_async_context(client)
+    plane = ControlPlane(
+        max_waiting=settings.queue.max_depth, policy=PoolPolicy(**settings.pools.model_dump()), number=number
+    )
+    runtime = Runtime(plane, client, tasks, name)
+    upstream = Upstream(_dial_text(process.address))
+    stack.callback(upstream.close)
+    engine = Engine(number, name, runtime, Pooling(runtime), upstream)
+    return _Start(engine, process, settings.engine.stop_deadline_s)
+
+
+def assemble(fleet: Fleet, control: Upstream, guard: Guard, settings: Settings, *, hold_s: float) -> Routes:
+    """The handlers of a fleet behind one face.
+
+    Args:
+        fleet: the engines.
+        control: the way to the control application.
+        guard: who may use slot actions.
+        settings: limits and queue times.
+        hold_s: seconds a passed-through request waits for an engine.
+    """
+    handlers = [
+        Handlers(
+            Inference(engine.runtime, engine.pooling, engine.upstream, settings),
+            Status(engine.runtime, engine.upstream, guard),
+        )
+        for engine in fleet
+    ]
+    return Routes(fleet, handlers, Merged(fleet), control, settings, hold_s=hold_s)
+
+
+def _process(
+    settings: Settings, number: int, on_state: Callable[[EngineStatus], None]
+) -> Attached | Supervisor:
+    engine = settings.engine
+    if engine.url is not None:
+        fields = type(engine).model_fields
+        if ignored := [
+            f"engine.{name}"
+            for name in _OURS_TO_START
+            if getattr(engine, name) != fields[name].get_default(call_default_factory=True)
+        ]:
+            log.warning(
+                "settings_ignored", keys=ignored, reason="engine.url: that engine is not ours to start"
+            )
+        return Attached(EngineAddress.parse(engine.url), on_state)
+    spec = spec_from(settings, number)
+    for warning in spec.warnings:
+        log.warning("engine_argument", reason=warning)
+    return Supervisor(spec, on_state)
+
+
+async def _keep(process: EngineProcess, name: str) -> None:
+    try:
+        await process.run()
+    except Exception:
+        # nothing above would notice: requests are answered with 503 from here on
+        log.exception("engine_supervision_failed", engine=name)
+
+
+async def _stop(starts: list[_Start]) -> None:
+    """End all engines at the same time: each may need its whole deadline."""
+    async with asyncio.TaskGroup() as group:
+        for start in starts:
+            group.create_task(start.process.stop(start.stop_deadline_s))
+
+
+def _admin_key(settings: Settings) -> str | None:
+    """What the control routes demand: the admin key, else the first key that an engine demands."""
+    keys = (settings.admin_api_key, *(engine.api_key for engine in settings.fleet))
+    return next((key.get_secret_value() for key in keys if key is not None), None)
 
 
 def _dial_text(address: EngineAddress) -> str:

@@ -12,7 +12,7 @@ import signal
 import sys
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from polykv_proxy import __version__
 from polykv_proxy.errors import ConfigError, PolyKVError
@@ -20,7 +20,9 @@ from polykv_proxy.errors import ConfigError, PolyKVError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from polykv_proxy.config import Settings
+    from polykv_proxy.config import EngineSettings, Settings
+
+E = TypeVar("E", bound="EngineSettings")
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -97,7 +99,10 @@ def _add_serve(commands: Any) -> None:
     serve.add_argument("--listen", metavar="HOST:PORT", help="address to serve on")
     _add_engine_options(serve)
     serve.add_argument(
-        "--engine-url", metavar="URL", help="attach to a running engine instead of starting one"
+        "--engine-url",
+        action="append",
+        metavar="URL",
+        help="attach to a running engine instead of starting one; several times for several engines",
     )
     serve.set_defaults(command=_serve)
 
@@ -182,7 +187,6 @@ def _settings(args: argparse.Namespace) -> Settings:
     from polykv_proxy import config  # noqa: PLC0415 (see the module docstring)
 
     engine = {
-        "url": "engine_url",
         "model": "model",
         "parallel": "parallel",
         "ctx_size": "ctx_size",
@@ -191,6 +195,12 @@ def _settings(args: argparse.Namespace) -> Settings:
     }
     given: dict[str, Any] = {key: getattr(args, name, None) for key, name in engine.items()}
     overrides: dict[str, Any] = {"engine": {k: v for k, v in given.items() if v is not None}}
+    if urls := getattr(args, "engine_url", None):
+        # who names engines means these and no others
+        one = len(urls) == 1
+        overrides["engines"] = [] if one else [{"url": url} for url in urls]
+        if one:
+            overrides["engine"]["url"] = urls[0]
     if getattr(args, "listen", None) is not None:
         overrides["listen"] = args.listen
     return config.load(args.config, overrides)
@@ -210,25 +220,32 @@ def _demo(args: argparse.Namespace) -> int:
 
 
 def _with_engine(settings: Settings) -> Settings:
-    """Settings with ``engine.binary`` and ``engine.model`` filled in; builds and fetches what is missing.
+    """Settings with each engine's ``binary`` and ``model`` filled in; builds and fetches what is missing.
 
-    A proxy that attaches to a running engine needs neither and gets its settings back unchanged.
+    An engine that runs already needs neither and is left as it is.
     """
+    if not settings.engines:
+        return settings.model_copy(update={"engine": _complete(settings.engine, settings, "engine")})
+    engines = tuple(_complete(each, settings, f"engines.{each.name}") for each in settings.engines)
+    return settings.model_copy(update={"engines": engines})
+
+
+def _complete(engine: E, settings: Settings, key: str) -> E:
     from polykv_proxy.engine import build, model  # noqa: PLC0415
 
-    if settings.engine.url is not None:
-        return settings
-    for key, file in (("model", settings.engine.model), ("binary", settings.engine.binary)):
+    if engine.url is not None:
+        return engine
+    for name, file in (("model", engine.model), ("binary", engine.binary)):
         # the supervisor would wait for it to appear; at a start it is a typing error
         if file is not None and not file.is_file():
-            raise ConfigError(f"engine.{key}: {file}: no such file")
+            raise ConfigError(f"{key}.{name}: {file}: no such file")
     chosen: dict[str, Path] = {}
     with _sigterm_interrupts():
-        if settings.engine.model is None:
+        if engine.model is None:
             chosen["model"] = model.ensure(settings.cache_path)
-        if settings.engine.binary is None:
+        if engine.binary is None:
             chosen["binary"] = build.ensure(settings.cache_path).binary
-    return settings.model_copy(update={"engine": settings.engine.model_copy(update=chosen)})
+    return engine.model_copy(update=chosen)
 
 
 def _engine_build(args: argparse.Namespace) -> int:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping  # noqa: TC003 (pydantic evaluates annotations)
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -117,6 +117,13 @@ class EngineSettings(_Section):
         return self
 
 
+class NamedEngine(EngineSettings):
+    """One engine of several. A key that is left out is that of ``engine``."""
+
+    name: str = Field(default="", max_length=64, pattern=r"^(?:[A-Za-z0-9][A-Za-z0-9._-]*)?$")
+    """What routes, listings and metrics call it. Unset: its number, ``engine-0`` for the first."""
+
+
 class QueueSettings(_Section):
     """How requests wait for a slot."""
 
@@ -214,6 +221,36 @@ class Settings(BaseSettings):
     queue: QueueSettings = QueueSettings()
     pools: PoolSettings = PoolSettings()
     engine: EngineSettings = EngineSettings()
+    engines: tuple[NamedEngine, ...] = ()
+    """Several engines behind this proxy, one item each, such as one for each GPU. A key that an item leaves
+    out is that of ``engine``. Empty: one engine, ``engine``."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _inherited(cls, values: Any) -> Any:
+        """Fill what an item of ``engines`` leaves out, and number those without a name."""
+        if not isinstance(values, Mapping) or not isinstance(values.get("engines"), list | tuple):
+            return values
+        common = values.get("engine", {})
+        if isinstance(common, EngineSettings):
+            common = common.model_dump(exclude_unset=True)
+        if not isinstance(common, Mapping):
+            return values  # to be refused as it is
+        items = []
+        for number, item in enumerate(values["engines"]):
+            own = item.model_dump(exclude_unset=True) if isinstance(item, NamedEngine) else item
+            if isinstance(own, Mapping):
+                own = _merged(common, own)
+                own["name"] = own.get("name") or f"engine-{number}"
+            items.append(own)
+        return {**values, "engines": tuple(items)}
+
+    @model_validator(mode="after")
+    def _engines_differ(self) -> Self:
+        names = [each.name for each in self.engines]
+        if len(set(names)) < len(names):
+            raise ValueError("engines: each needs a name of its own")
+        return self
 
     @field_validator("listen")
     @classmethod
@@ -232,6 +269,15 @@ class Settings(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """What the caller gives and nothing else, so that a test's settings are what it wrote."""
         return (init_settings,)
+
+    @property
+    def fleet(self) -> tuple[NamedEngine, ...]:
+        """All engines, one at least, each with its name."""
+        return self.engines or (NamedEngine(**{"name": "engine-0", **dict(self.engine)}),)
+
+    def of_engine(self, number: int) -> Settings:
+        """The same settings for one engine of ``fleet``: ``engine`` is that one, and there are no others."""
+        return self.model_copy(update={"engine": self.fleet[number], "engines": ()})
 
     @property
     def listen_host(self) -> str:
@@ -288,9 +334,12 @@ def load(file: Path | None = None, overrides: Mapping[str, Any] | None = None) -
         raise ConfigError(f"environment: {error}; lists and mappings are written as JSON") from None
     if settings.engine.api_key is None and os.environ.get("LLAMA_API_KEY"):
         # who protected llama-server by its own variable must not lose that by putting us in front
-        first = os.environ["LLAMA_API_KEY"].split(",")[0]
-        engine = settings.engine.model_copy(update={"api_key": SecretStr(first)})
-        settings = settings.model_copy(update={"engine": engine})
+        key = {"api_key": SecretStr(os.environ["LLAMA_API_KEY"].split(",")[0])}
+        engines = tuple(
+            each if each.api_key is not None else each.model_copy(update=key) for each in settings.engines
+        )
+        engine = settings.engine.model_copy(update=key)
+        settings = settings.model_copy(update={"engine": engine, "engines": engines})
     return settings
 
 
@@ -302,7 +351,8 @@ def shown(settings: Settings) -> str:
         "state_dir": str(settings.state_path),
         "runtime_dir": str(settings.runtime_path),
     }
-    values["engine"]["log_dir"] = str(settings.engine_log_path)
+    for engine in (values["engine"], *values["engines"]):
+        engine["log_dir"] = engine["log_dir"] or str(settings.state_path)
     text: str = yaml.safe_dump(values, sort_keys=False)
     return text
 

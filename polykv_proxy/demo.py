@@ -162,6 +162,7 @@ def _demo_settings(settings: Settings, folder: Path, *, k: int, prefix_tokens: i
     return settings.model_copy(
         update={
             "engine": engine,
+            "engines": (),
             "listen": "127.0.0.1:0",
             "state_dir": folder / "state",
             "runtime_dir": folder / "run",
@@ -179,7 +180,7 @@ async def _run_shared(settings: Settings, *, k: int, prefix_tokens: int) -> tupl
         aiohttp.ClientSession(f"http://{proxy.address}", timeout=_NO_TIMEOUT) as http,
     ):
         async with asyncio.timeout(READY_TIMEOUT_S):
-            await proxy.runtime.serving.wait()
+            await proxy.fleet.first.runtime.serving.wait()
         system = await _system_prompt(http, prefix_tokens)
 
         async def cells() -> int:

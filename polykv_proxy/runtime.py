@@ -90,9 +90,12 @@ class Runtime:
         plane: its state.
         client: the way to the engine.
         tasks: where background work is kept.
+        name: the engine's, for the log.
     """
 
-    def __init__(self, plane: ControlPlane, client: EngineClient, tasks: TaskSet) -> None:
+    def __init__(
+        self, plane: ControlPlane, client: EngineClient, tasks: TaskSet, name: str = "engine-0"
+    ) -> None:
         self.plane = plane
         self.client = client
         self.status: EngineStatus | None = None
@@ -100,6 +103,7 @@ class Runtime:
         """Set while requests can be sent to the engine."""
         self.sampled = asyncio.Event()
         """Set, then cleared, whenever a request starts or ends: the sampler looks at once."""
+        self.name = name
         self._tasks = tasks
         self._waiters: dict[int, Pending] = {}
         self.after_idle: dict[LeaseId, Callable[[], Awaitable[object]]] = {}
@@ -126,7 +130,13 @@ class Runtime:
         if before is None or (before.state, before.reason) != (status.state, status.reason):
             failed = status.state is EngineState.DOWN and status.reason not in (None, "stopped")
             report = log.warning if failed else log.info
-            report("engine_state", state=status.state.value, reason=status.reason, pid=status.pid)
+            report(
+                "engine_state",
+                engine=self.name,
+                state=status.state.value,
+                reason=status.reason,
+                pid=status.pid,
+            )
         if self._ready_task is not None:
             self._ready_task.cancel()
             self._ready_task = None
@@ -139,7 +149,7 @@ class Runtime:
     def _meet_again(self) -> None:
         """Another engine answers, and nobody noticed the change: it was restarted between two looks."""
         if self._ready_task is None or self._ready_task.done():
-            log.warning("engine_changed_unnoticed")
+            log.warning("engine_changed_unnoticed", engine=self.name)
             self.plane.on_engine_down()
             self.serving.clear()
             self._ready_task = self.spawn(self._become_ready())
@@ -151,12 +161,13 @@ class Runtime:
                 facts, patched, identity = await self.client.describe()
                 capability, reason = await self._find_capability(patched=patched)
             except PolyKVError as error:
-                log.warning("engine_not_understood", reason=error.message)
+                log.warning("engine_not_understood", engine=self.name, reason=error.message)
                 await asyncio.sleep(RETRY_READY_S)
                 continue
             digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
             log.info(
                 "engine_ready",
+                engine=self.name,
                 capability=capability.value,
                 reason=reason,
                 slots=facts.slots,

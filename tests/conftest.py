@@ -21,7 +21,7 @@ async def proxies():
         yield start
         for rig in rigs:
             assert not rig.problems
-            assert not rig.engine.overlaps
+            assert not any(engine.overlaps for engine in rig.engines)
 
 
 @pytest.fixture

@@ -147,6 +147,7 @@ class FakeEngine:
         script_for: chooses a script per request; None leaves it to ``script``.
         requests: what arrived.
         loading: /health and generations answer 503 "Loading model".
+        model: the name under which it answers.
         props: the answer of /props.
         slots: the answer of GET /slots.
         metrics: the answer of /metrics.
@@ -158,6 +159,7 @@ class FakeEngine:
         self.script_for: Callable[[Recorded], Script | None] = lambda _request: None
         self.requests: list[Recorded] = []
         self.loading = False
+        self.model = "fake"
         self.props: dict[str, Any] = {
             "default_generation_settings": {"n_ctx": 4096},
             "total_slots": 4,
@@ -270,7 +272,7 @@ class FakeEngine:
         return await self._json([])
 
     async def _models(self, _request: web.Request) -> web.Response:
-        model = {"id": "fake", "object": "model", "created": _CREATED, "owned_by": "llamacpp"}
+        model = {"id": self.model, "object": "model", "created": _CREATED, "owned_by": "llamacpp"}
         return await self._json({"object": "list", "data": [model]})
 
     async def _embeddings(self, _request: web.Request) -> web.Response:

@@ -104,6 +104,33 @@ def test_serve_that_attaches_needs_no_engine(run, calls):
     assert [name for name, *_ in calls] == ["app.run"]
 
 
+def test_serve_attaches_to_several_engines(run, calls, monkeypatch):
+    """Who names engines means these and no others."""
+    monkeypatch.setenv("POLYKV_ENGINES", '[{"name": "other"}]')
+    assert run("serve", "--engine-url", "http://a:1", "--engine-url", "http://b:1")[0] == 0
+    assert [each.url for each in calls[-1][1][0].fleet] == ["http://a:1", "http://b:1"]
+    assert run("serve", "--engine-url", "http://a:1")[0] == 0
+    (only,) = calls[-1][1][0].fleet
+    assert (only.name, only.url) == ("engine-0", "http://a:1")
+    assert [name for name, *_ in calls] == ["app.run", "app.run"]
+
+
+def test_serve_completes_every_engine_that_it_starts(run, calls, monkeypatch, tmp_path):
+    """What is missing is built and fetched; a file that is not there is told with its key."""
+    model_file = tmp_path / "m.gguf"
+    model_file.touch()
+    monkeypatch.setenv("POLYKV_ENGINES", f'[{{"model": "{model_file}"}}, {{}}, {{"url": "http://a:1"}}]')
+    assert run("serve")[0] == 0
+    first, second, third = calls[-1][1][0].fleet
+    assert first.model == model_file
+    assert None not in (first.binary, second.model, second.binary)
+    assert (third.model, third.binary) == (None, None)
+    monkeypatch.setenv("POLYKV_ENGINES", '[{}, {"model": "/nowhere/file"}]')
+    status, _, complaint = run("serve")
+    assert status == 2
+    assert "engines.engine-1.model: /nowhere/file: no such file" in complaint
+
+
 @pytest.mark.parametrize("key", ["model", "binary"])
 def test_serve_with_a_file_that_is_not_there(run, calls, monkeypatch, key):
     """A typing error is told at once, instead of being waited out."""

@@ -201,6 +201,71 @@ def test_shown_settings_load_again(write):
     assert config.shown(config.load(write(shown))) == shown
 
 
+SEVERAL = """
+engine: {parallel: 2, api_key: common, env: {A: "1", B: "1"}}
+engines:
+  - {name: left, env: {A: "2"}}
+  - {parallel: 8, url: "http://h:1", api_key: own}
+"""
+
+
+def test_engines_inherit_what_they_leave_out(write):
+    """Key by key, also inside mappings; one without a name goes by its number."""
+    settings = config.load(write(SEVERAL))
+    left, second = settings.fleet
+    assert (left.name, left.parallel, left.url) == ("left", 2, None)
+    assert {key: value.get_secret_value() for key, value in left.env.items()} == {"A": "2", "B": "1"}
+    assert (second.name, second.parallel, second.url) == ("engine-1", 8, "http://h:1")
+    assert [each.api_key.get_secret_value() for each in settings.fleet] == ["common", "own"]
+
+
+def test_settings_of_one_engine_know_no_others(write):
+    """What serves one engine needs not know how many there are."""
+    settings = config.load(write(SEVERAL))
+    one = settings.of_engine(1)
+    assert (one.engine.parallel, one.engines) == (8, ())
+    assert [each.parallel for each in one.fleet] == [8]
+    assert config.load().of_engine(0).engine.parallel == config.load().engine.parallel
+
+
+def test_without_a_list_the_fleet_is_the_engine():
+    """With a name, as all engines have one."""
+    (only,) = config.Settings(engine={"parallel": 3}).fleet
+    assert (only.name, only.parallel) == ("engine-0", 3)
+
+
+def test_engines_can_be_given_as_values(write):
+    """As code does; the result is the same."""
+    settings = config.load(write(SEVERAL))
+    again = config.Settings(engine=settings.engine, engines=settings.engines)
+    assert again.fleet == settings.fleet
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("engines: [{name: a}, {name: a}]", "each needs a name of its own"),
+        ("engines: [{name: a}, {name: a/b}]", "engines.1.name"),
+        ("engines: [{paralel: 2}]", "engines.0.paralel: unknown key"),
+        ("engines: [3]", "engines.0"),
+        ("engine: 3\nengines: [{}]", "engine"),
+        ("engines: 3", "engines"),
+    ],
+)
+def test_engines_that_cannot_work_are_refused(write, text, message):
+    """With the key."""
+    with pytest.raises(ConfigError) as caught:
+        config.load(write(text))
+    assert message in str(caught.value)
+
+
+def test_llama_api_key_is_for_every_engine_without_one(write, monkeypatch):
+    """One that has its own keeps it."""
+    monkeypatch.setenv("LLAMA_API_KEY", "env")
+    settings = config.load(write("engines: [{}, {api_key: own}]"))
+    assert [each.api_key.get_secret_value() for each in settings.fleet] == ["env", "own"]
+
+
 def test_llama_api_key_is_the_engines_key_unless_one_is_set(monkeypatch):
     """Who protected llama-server by its own variable stays protected."""
     monkeypatch.setenv("LLAMA_API_KEY", "one,two")

@@ -30,6 +30,9 @@ TEXT_LINK_BYTES = 256
 _VOLATILE = re.compile(rb"(x-anthropic-billing-header:[^\"]*?cch=)[0-9a-f]+")
 """A marker that Claude Code changes with every request; the engine masks it too before it tokenizes."""
 
+SCENE_BYTES = 1024
+"""What precedes the messages is worth remembering from this length on; below it much is alike by chance."""
+
 _SIGN_BIT = 1 << 31
 
 OUR_KEYS = ("pool_id", "session_id", "shared_prefix_n_tokens", "shared_pool_slot", "opencoti")
@@ -44,6 +47,7 @@ class _Body(msgspec.Struct):
     shared_pool_slot: _Raw = msgspec.UNSET
     opencoti: _Raw = msgspec.UNSET
     id_slot: _Raw = msgspec.UNSET
+    model: _Raw = msgspec.UNSET
     stream: _Raw = msgspec.UNSET
     stream_options: _Raw = msgspec.UNSET
     n: _Raw = msgspec.UNSET
@@ -105,6 +109,17 @@ class Asked:
     """Raw ``prompt`` member of a plain completion."""
     chain: Chain = ()
     structured: bool = True
+    scene: int | None = None
+    """Fingerprint of what many conversations may begin with, where it is long enough to count."""
+    raw_model: bytes | None = None
+
+    @property
+    def model(self) -> str | None:
+        """The model that it names."""
+        try:
+            return None if self.raw_model is None else msgspec.json.decode(self.raw_model, type=str)
+        except msgspec.DecodeError:
+            return None
 
 
 def read(body: bytes, family: Family, headers: dict[str, str]) -> Asked:
@@ -123,6 +138,7 @@ def read(body: bytes, family: Family, headers: dict[str, str]) -> Asked:
     ours = _ours(parsed, headers) if stripped or headers else _NOTHING_ASKED
     structured = family.count_path is not None
     completions = _number(parsed.n_cmpl) or _number(parsed.n) or 1  # the engine's order
+    chain, scene = _chain(parsed, family, structured=structured)
     return Asked(
         body=without(text, OUR_KEYS) if stripped else body,
         ours=stripped or bool(headers),
@@ -141,8 +157,10 @@ def read(body: bytes, family: Family, headers: dict[str, str]) -> Asked:
         ignored_slot=_bytes(parsed.id_slot) not in (b"", b"null", b"-1"),
         metadata=_bytes(parsed.metadata) or None,
         prompt=_bytes(parsed.prompt) or None,
-        chain=_chain(parsed, family, structured=structured),
+        chain=chain,
         structured=structured,
+        scene=scene,
+        raw_model=_bytes(parsed.model) or None,
     )
 
 
@@ -277,11 +295,14 @@ def _items(raw: _Raw) -> list[bytes]:
         return []
 
 
-def _chain(parsed: _Body, family: Family, *, structured: bool) -> Chain:
+def _chain(parsed: _Body, family: Family, *, structured: bool) -> tuple[Chain, int | None]:
+    """Fingerprint of the conversation, and of its scene."""
     if family.dialect is Dialect.OTHER:
-        return ()
+        return (), None
     if not structured:
-        return _text_chain(family.dialect.value.encode(), _bytes(parsed.prompt))
+        links = _text_chain(family.dialect.value.encode(), _bytes(parsed.prompt))
+        runs = SCENE_BYTES // TEXT_LINK_BYTES
+        return links, links[runs] if len(links) > runs else None
     system = _bytes(parsed.system)
     if b"x-anthropic-billing-header" in system:
         system = _VOLATILE.sub(rb"\1", system)
@@ -289,7 +310,8 @@ def _chain(parsed: _Body, family: Family, *, structured: bool) -> Chain:
     messages = _items(parsed.messages) + _items(parsed.input)
     first = next((at for at, message in enumerate(messages) if not _sets_the_scene(message)), len(messages))
     head = b"\0".join((family.dialect.value.encode(), system, *map(_bytes, rest), *messages[:first]))
-    return _linked(head, messages[first:])
+    links = _linked(head, messages[first:])
+    return links, links[0] if len(head) >= SCENE_BYTES else None
 
 
 def _linked(head: bytes, parts: Iterable[bytes | memoryview]) -> Chain:

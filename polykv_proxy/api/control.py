@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -23,11 +24,11 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from polykv_proxy.api.guard import Guard
+    from polykv_proxy.core.plane import ControlPlane
     from polykv_proxy.core.pools import PrefixPool
     from polykv_proxy.core.types import Tokens
     from polykv_proxy.engine.wire import Materialized
-    from polykv_proxy.pooling import Pooling
-    from polykv_proxy.runtime import Runtime
+    from polykv_proxy.fleet import Engine, Fleet
 
 R = TypeVar("R", bound="PoolRequest")
 
@@ -49,6 +50,7 @@ class PoolRequest(msgspec.Struct, forbid_unknown_fields=True):
     chat_template_kwargs: dict[str, Any] | None = None
     from_session: str | None = None
     n_tokens: int | None = None
+    engine: str | None = None
     pin: bool = False
     label: str | None = None
 
@@ -63,15 +65,13 @@ class ControlApi:
     """The control plane's HTTP face.
 
     Args:
-        runtime: the engine's control plane.
-        pooling: what is done to pools.
+        fleet: the engines.
         guard: who may.
         shared: whether callers with different keys share prefixes.
     """
 
-    def __init__(self, runtime: Runtime, pooling: Pooling, guard: Guard, *, shared: bool) -> None:
-        self._runtime = runtime
-        self._pooling = pooling
+    def __init__(self, fleet: Fleet, guard: Guard, *, shared: bool) -> None:
+        self._fleet = fleet
         self._guard = guard
         self._shared = shared
 
@@ -115,53 +115,63 @@ class ControlApi:
 
     async def create_pool(self, request: web.Request) -> web.Response:
         """``POST /polykv/pools``: 201 with a new pool, 200 with the one that holds this content already."""
-        self._runtime.plane.require_pools()
+        self._fleet.require_pools()
         wanted = await _read(request, PoolRequest)
         if wanted.from_session is not None:
-            return await self._create_from_session(request, wanted)
-        tokens, full = await self._prefix(wanted)
-        pool, created, work = await self._pooling.create(
-            _capped(tokens, wanted), self._scope(request), label=wanted.label, pin=wanted.pin
-        )
-        return self._created(pool, created, work, full)
+            engine = self._fleet.of_session(SessionId(wanted.from_session), self._sees(request))
+            return await self._create_from_session(request, wanted, engine)
+        engine = self._fleet.with_pools(wanted.engine)
+        tokens, full = await self._prefix(wanted, engine)
+        tokens, scope = _capped(tokens, wanted), self._scope(request)
+        # where this content is already, it stays
+        known = self._fleet.find_pool(engine.plane.pool_id_of(tokens, scope), scope)
+        engine = engine if known is None else known[0]
+        pool, created, work = await engine.pooling.create(tokens, scope, label=wanted.label, pin=wanted.pin)
+        return self._created(engine, pool, created, work, full)
 
     async def fork_pool(self, request: web.Request) -> web.Response:
         """``POST /polykv/pools/{id}/fork``: a child whose first D tokens are the parent's cells."""
-        parent = self._pool(request)
+        engine, parent = self._pool(request)
         wanted = await _read(request, ForkRequest)
+        if wanted.engine not in (None, engine.name):
+            raise BadRequestError(f"a child lives with its parent, on {engine.name}", param="engine")
         if wanted.from_session is not None:
-            parent = await self._pooling.ensure_resident(parent)
-            return await self._create_from_session(request, wanted, parent)
-        tokens, full = await self._prefix(wanted)
+            parent = await engine.pooling.ensure_resident(parent)
+            return await self._create_from_session(request, wanted, engine, parent)
+        tokens, full = await self._prefix(wanted, engine)
         tokens = _capped(tokens, wanted)
         try:
-            branch_pos = self._runtime.plane.branch_point(parent, tokens, wanted.branch_pos)
+            branch_pos = engine.plane.branch_point(parent, tokens, wanted.branch_pos)
         except PrefixMismatchError as error:
-            await self._spell_out(error)
+            await self._spell_out(error, engine)
             raise
-        parent = await self._pooling.ensure_resident(parent)
-        pool, created, work = await self._pooling.create(
+        parent = await engine.pooling.ensure_resident(parent)
+        pool, created, work = await engine.pooling.create(
             tokens, parent.scope, label=wanted.label, pin=wanted.pin, parent=parent, branch_pos=branch_pos
         )
-        return self._created(pool, created, work, full)
+        return self._created(engine, pool, created, work, full)
 
-    async def _spell_out(self, error: PrefixMismatchError) -> None:
+    @staticmethod
+    async def _spell_out(error: PrefixMismatchError, engine: Engine) -> None:
         """Add the text of the tokens that differ: the form in which people can debug it."""
         for kind in ("expected", "got"):
             token = error.details.get(f"{kind}_token")
             if isinstance(token, int):
                 with suppress(PolyKVError):  # one the model does not have is no text
-                    error.details[f"{kind}_text"] = await self._runtime.client.detokenize(token)
+                    error.details[f"{kind}_text"] = await engine.runtime.client.detokenize(token)
 
     async def _create_from_session(
-        self, request: web.Request, wanted: PoolRequest, parent: PrefixPool | None = None
+        self, request: web.Request, wanted: PoolRequest, engine: Engine, parent: PrefixPool | None = None
     ) -> web.Response:
         if any(getattr(wanted, name) is not None for name in ("tokens", "prompt", "messages")):
             raise BadRequestError(
                 "from_session stands alone: it says what the pool holds", param="from_session"
             )
+        if wanted.engine not in (None, engine.name):
+            raise BadRequestError(f"the session is on {engine.name}", param="engine")
         assert wanted.from_session is not None
-        pool, created = await self._pooling.snapshot_session(
+        engine.plane.require_pools()
+        pool, created = await engine.pooling.snapshot_session(
             SessionId(wanted.from_session),
             self._sees(request),
             n_tokens=wanted.n_tokens,
@@ -169,15 +179,16 @@ class ControlApi:
             pin=wanted.pin,
             parent=parent,
         )
-        return self._created(pool, created, None, None)
+        return self._created(engine, pool, created, None, None)
 
     @staticmethod
     def _created(
-        pool: PrefixPool, created: bool, work: Materialized | None, full: Tokens | None
+        engine: Engine, pool: PrefixPool, created: bool, work: Materialized | None, full: Tokens | None
     ) -> web.Response:
         parent = pool.parent if pool.parent is not None and not pool.parent.released else None
         answer: dict[str, Any] = {
             "pool_id": pool.pool_id,
+            "engine": engine.name,
             "prefix_len": pool.prefix_len,
             "parent": None if parent is None else parent.pool_id,
             "branch_pos": pool.branch_pos,
@@ -192,7 +203,7 @@ class ControlApi:
                 answer["warning"] = "a chat rendered against this pool shares nothing with it"
         return _json(answer, status=201 if created else 200)
 
-    async def _prefix(self, wanted: PoolRequest) -> tuple[Tokens, Tokens | None]:
+    async def _prefix(self, wanted: PoolRequest, engine: Engine) -> tuple[Tokens, Tokens | None]:
         """The tokens of a pool, and those of a probe chat rendered against it (for ``messages``)."""
         given = [name for name in ("tokens", "prompt", "messages") if getattr(wanted, name) is not None]
         if len(given) != 1:
@@ -201,11 +212,11 @@ class ControlApi:
                 param=(given or ["tokens"])[0],
             )
         if wanted.messages is not None:
-            return await self._poolable_prefix(wanted)
+            return await self._poolable_prefix(wanted, engine)
         if wanted.prompt is not None:
             if not wanted.prompt:
                 raise BadRequestError("prompt must not be empty", param="prompt")
-            return await self._runtime.client.tokenize(wanted.prompt), None
+            return await engine.runtime.client.tokenize(wanted.prompt), None
         assert wanted.tokens is not None
         if not wanted.tokens or min(wanted.tokens) < 0:
             raise BadRequestError("tokens must be token ids, at least one", param="tokens")
@@ -214,7 +225,7 @@ class ControlApi:
         except OverflowError:
             raise BadRequestError("tokens must be token ids", param="tokens") from None
 
-    async def _poolable_prefix(self, wanted: PoolRequest) -> tuple[Tokens, Tokens]:
+    async def _poolable_prefix(self, wanted: PoolRequest, engine: Engine) -> tuple[Tokens, Tokens]:
         """What chats that begin with these messages have in common, found by rendering two of them.
 
         A system block is not always a prefix by itself: templates put tools into the first user turn, or
@@ -231,7 +242,7 @@ class ControlApi:
                 return [{"role": "assistant", "content": text}, {"role": "user", "content": "Go on."}]
             return [{"role": "user", "content": text}]
 
-        one, other = [await self._render(wanted, ending(text)) for text in _PROBES]
+        one, other = [await self._render(wanted, ending(text), engine) for text in _PROBES]
         shared = common_prefix(one, other)
         if shared < MIN_POOL_TOKENS:
             raise BadRequestError(
@@ -242,7 +253,8 @@ class ControlApi:
             )
         return one[:shared], one
 
-    async def _render(self, wanted: PoolRequest, ending: list[dict[str, Any]]) -> Tokens:
+    @staticmethod
+    async def _render(wanted: PoolRequest, ending: list[dict[str, Any]], engine: Engine) -> Tokens:
         messages = [*(wanted.messages or []), *ending]
         chat: dict[str, Any] = {"messages": messages, "add_generation_prompt": False}
         if wanted.tools is not None:
@@ -250,7 +262,7 @@ class ControlApi:
         if wanted.chat_template_kwargs is not None:
             chat["chat_template_kwargs"] = wanted.chat_template_kwargs
         try:
-            return await self._runtime.client.count_tokens(_CHAT_COUNT, msgspec.json.encode(chat))
+            return await engine.runtime.client.count_tokens(_CHAT_COUNT, msgspec.json.encode(chat))
         except UnavailableError as error:
             if error.code != "engine_failed":
                 raise
@@ -259,37 +271,37 @@ class ControlApi:
 
     async def list_pools(self, request: web.Request) -> web.Response:
         """``GET /polykv/pools``: every pool, and where all used cells are."""
-        self._runtime.plane.require_pools()
-        await self._runtime.sample()
-        return _json(views.pools(self._runtime.plane, self._sees(request)))
+        self._fleet.require_pools()
+        await self._sample()
+        return _json(views.pools(self._planes, self._sees(request)))
 
     async def show_pool(self, request: web.Request) -> web.Response:
         """``GET /polykv/pools/{id}``: one pool and what is below it."""
-        pool = self._pool(request)
-        await self._runtime.sample()
-        view = views.pool_view(self._runtime.plane, pool)
-        view["subtree"] = [
-            views.pool_view(self._runtime.plane, each) for each in pool.subtree() if each is not pool
-        ]
-        return _json(view)
+        engine, pool = self._pool(request)
+        await engine.runtime.sample()
+        view, *below = [views.pool_view(engine.name, engine.plane, each) for each in pool.subtree()]
+        return _json({**view, "subtree": below})
 
     async def pin_pool(self, request: web.Request) -> web.Response:
         """``POST /polykv/pools/{id}/pin`` and ``/unpin``; idempotent."""
-        pool = self._pool(request)
+        _, pool = self._pool(request)
         pool.pinned = request.path.endswith("/pin")
         return _json({"pool_id": pool.pool_id, "pinned": pool.pinned})
 
     async def evict_pool(self, request: web.Request) -> web.Response:
         """``POST /polykv/pools/{id}/evict`` and ``/flush``: cells go, ids and tokens stay."""
-        pool = self._pool(request)
+        engine, pool = self._pool(request)
         flush = request.path.endswith("/flush")
-        gone, freed = await self._pooling.evict(pool, flush=flush)
-        return await self._freed(pool, "evicted", gone, freed)
+        gone, freed = await engine.pooling.evict(pool, flush=flush)
+        return await self._freed(engine, pool, "evicted", gone, freed)
 
-    async def _freed(self, pool: PrefixPool, verb: str, gone: list[PrefixPool], freed: int) -> web.Response:
+    @staticmethod
+    async def _freed(
+        engine: Engine, pool: PrefixPool, verb: str, gone: list[PrefixPool], freed: int
+    ) -> web.Response:
         """What a release or an eviction gave back, and what still holds the rest."""
-        await self._runtime.sample(max_age_s=0.0)
-        owned = self._runtime.plane.ownership
+        await engine.runtime.sample(max_age_s=0.0)
+        owned = engine.plane.ownership
         names = {each.pool_id for each in gone}
         still = [] if owned is None else [rest for rest in owned.draining if rest.pool_id in names]
         return _json(
@@ -304,30 +316,31 @@ class ControlApi:
 
     async def release_pool(self, request: web.Request) -> web.Response:
         """``DELETE /polykv/pools/{id}`` and ``POST …/release``; again is no error."""
-        self._runtime.plane.require_pools()
+        self._fleet.require_pools()
         pool_id = PoolId(request.match_info["pool_id"])
-        pool = self._runtime.plane.find_pool(pool_id, self._sees(request))
-        if pool is None:
-            if self._runtime.plane.tree.was_released(pool_id):
+        found = self._fleet.find_pool(pool_id, self._sees(request))
+        if found is None:
+            if any(engine.plane.tree.was_released(pool_id) for engine in self._fleet):
                 return _json({"pool_id": pool_id, "already_released": True, "cells_freed": 0})
             raise NotFoundError(f"pool {pool_id} does not exist", code="pool_not_found", param="pool_id")
+        engine, pool = found
         recursive = request.query.get("recursive") in ("1", "true")
-        gone, freed = await self._pooling.release(pool, recursive=recursive)
-        return await self._freed(pool, "released", gone, freed)
+        gone, freed = await engine.pooling.release(pool, recursive=recursive)
+        return await self._freed(engine, pool, "released", gone, freed)
 
     # -- sessions, tokens --------------------------------------------------------------------------------
 
     async def list_sessions(self, request: web.Request) -> web.Response:
         """``GET /polykv/sessions``."""
-        await self._runtime.sample()
-        return _json(views.sessions(self._runtime.plane, self._sees(request)))
+        await self._sample()
+        return _json(views.sessions(self._planes, self._sees(request)))
 
     async def tokenize(self, request: web.Request) -> web.Response:
         """``POST /polykv/tokenize``: exact ids of a prompt, or the poolable prefix of messages."""
-        self._runtime.plane.require_pools()
         wanted = await _read(request, PoolRequest)
-        tokens, full = await self._prefix(wanted)
-        pool_id = self._runtime.plane.pool_id_of(tokens, self._scope(request))
+        engine = self._fleet.with_pools(wanted.engine)
+        tokens, full = await self._prefix(wanted, engine)
+        pool_id = engine.plane.pool_id_of(tokens, self._scope(request))
         return _json(
             {
                 "tokens": list(tokens),
@@ -336,6 +349,14 @@ class ControlApi:
                 "probe_tokens": None if full is None else len(full),
             }
         )
+
+    @property
+    def _planes(self) -> dict[str, ControlPlane]:
+        return {engine.name: engine.plane for engine in self._fleet}
+
+    async def _sample(self) -> None:
+        """Have a fresh picture of every engine."""
+        await asyncio.gather(*(engine.runtime.sample() for engine in self._fleet))
 
     # -- who ---------------------------------------------------------------------------------------------
 
@@ -350,9 +371,8 @@ class ControlApi:
         """What may be seen: everything with the admin key, else what the own key shares."""
         return None if self._guard.is_admin(request.headers) else self._scope(request)
 
-    def _pool(self, request: web.Request) -> PrefixPool:
-        self._runtime.plane.require_pools()
-        return self._runtime.plane.need_pool(PoolId(request.match_info["pool_id"]), self._sees(request))
+    def _pool(self, request: web.Request) -> tuple[Engine, PrefixPool]:
+        return self._fleet.need_pool(PoolId(request.match_info["pool_id"]), self._sees(request))
 
 
 def _capped(tokens: Tokens, wanted: PoolRequest) -> Tokens:

@@ -1,6 +1,6 @@
 """Requests that run in a slot: read, place, attach, splice.
 
-1. Read the body once; wait for an engine if none serves yet.
+1. Wait for the engine if it does not serve yet.
 2. With a pool: get the prompt's exact tokens from the engine and plan how far it can ride.
 3. Wait for a slot; the engine never queues.
 4. Send the client's bytes with our pins as headers; splice the answer.
@@ -20,8 +20,8 @@ import structlog
 from polykv_proxy.api import asked as asking
 from polykv_proxy.api.answer import AnswerReader
 from polykv_proxy.api.hold import Hold
-from polykv_proxy.api.identity import OUR_HEADER_PREFIX, our_headers, scope_of, session_name, without_ours
-from polykv_proxy.core.slots import Ask, Content
+from polykv_proxy.api.identity import OUR_HEADER_PREFIX, without_ours
+from polykv_proxy.core.slots import Content
 from polykv_proxy.core.types import Capability, PoolId
 from polykv_proxy.edge.relay import RelayResult, relay, relay_into_open_stream
 from polykv_proxy.errors import EngineGoneError, PolyKVError, SaturatedError, UnavailableError
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from polykv_proxy.api.families import Family
     from polykv_proxy.config import Settings
     from polykv_proxy.core.decisions import AttachPlan, Lease
+    from polykv_proxy.core.slots import Ask
     from polykv_proxy.core.types import Scope, Tokens
     from polykv_proxy.edge.exchange import Exchange
     from polykv_proxy.edge.head import Headers
@@ -92,40 +93,31 @@ class Inference:
         self._upstream = upstream
         self._settings = settings
 
-    async def handle(self, exchange: Exchange, family: Family, *, spreading: bool = False) -> None:
+    async def handle(
+        self, exchange: Exchange, family: Family, asked: Asked, ask: Ask, tokens: Tokens | None = None
+    ) -> None:
         """Answer one request.
 
         Args:
-            exchange: the request.
+            exchange: the request; its body was read.
             family: its API.
-            spreading: the engine places its tasks by itself, so every slot has to be idle.
+            asked: what its body says.
+            ask: what it wants of the slots.
+            tokens: its exact prompt, where that is known already.
         """
-        body = await exchange.read_body(self._settings.max_body_bytes)
-        head = exchange.head
-        asked = asking.read(body, family, our_headers(head))
-        scope = scope_of(head, shared=self._settings.share_across_keys)
         hold = Hold(exchange, family, self._settings.queue, stream=asked.stream and family.pooled)
-        work = _Work(exchange, family, asked, scope, hold)
+        work = _Work(exchange, family, asked, ask.scope, hold, tokens=tokens)
         try:
-            await self._run(work, spreading=spreading)
+            await self._run(work, ask)
         except PolyKVError as error:
             if not hold.opened:
                 raise
             await hold.fail(error)
 
-    async def _run(self, work: _Work, *, spreading: bool) -> None:
+    async def _run(self, work: _Work, ask: Ask) -> None:
         asked, runtime = work.asked, self._runtime
         if asked.pool_id is not None and asked.cache and work.family.pooled:
             await self._plan(work, PoolId(asked.pool_id))
-        name = session_name(work.exchange.head, asked.session, asked.metadata)
-        ask = Ask(
-            scope=work.scope,
-            name=name,
-            chain=asked.chain,
-            structured=asked.structured,
-            slots=asked.completions,
-            exclusive=spreading or asked.many_prompts,
-        )
         pending = runtime.request(ask, conversation=work.family.pooled)
         content, clean = Content.OLD, True
         try:
@@ -170,8 +162,9 @@ class Inference:
         if pool is None or not pool.resident or plane.capability is not Capability.ZERO_COPY:
             work.pool_unknown = True
             return
-        tokens = work.tokens = await self._tokens(work)
-        if tokens is None:
+        if work.tokens is None:
+            work.tokens = await self.tokens(work.family, work.asked)
+        if (tokens := work.tokens) is None:
             return
         work.plan = plane.plan_attach(
             pool,
@@ -191,9 +184,11 @@ class Inference:
         """
         plane, lease = self._runtime.plane, work.lease
         assert lease is not None
-        if not self._may_match(work) or lease.continues:  # 1
+        if not self.may_match(work.family, work.asked) or lease.continues:  # 1
             return
-        tokens = work.tokens = await self._tokens(work)
+        if work.tokens is None:
+            work.tokens = await self.tokens(work.family, work.asked)
+        tokens = work.tokens
         if tokens is None or len(tokens) < plane.policy.min_match_tokens:
             return
         for _ in range(MAX_LOOKS):
@@ -207,12 +202,13 @@ class Inference:
                 break  # 2: it was not to be
         work.plan = plane.match(tokens, work.scope, now_ts=self._runtime.now_ts())  # 3
 
-    def _may_match(self, work: _Work) -> bool:
-        plane, asked = self._runtime.plane, work.asked
+    def may_match(self, family: Family, asked: Asked) -> bool:
+        """Whether a request that names no pool may find one."""
+        plane = self._runtime.plane
         return (
             plane.policy.auto_match
             and plane.capability is Capability.ZERO_COPY
-            and work.family.pooled
+            and family.pooled
             and asked.cache
             and asked.auto_match
             and not asked.many_prompts
@@ -244,17 +240,17 @@ class Inference:
         except TimeoutError:
             return None
 
-    async def _tokens(self, work: _Work) -> Tokens | None:
-        """The prompt's exact token ids; None where the engine will have to say what it made of it."""
-        client, asked = self._runtime.client, work.asked
+    async def tokens(self, family: Family, asked: Asked) -> Tokens | None:
+        """A prompt's exact token ids; None where the engine will have to say what it made of it."""
+        client = self._runtime.client
         try:
-            if work.family.count_path is not None:
-                return await client.count_tokens(work.family.count_path, asked.body)
+            if family.count_path is not None:
+                return await client.count_tokens(family.count_path, asked.body)
             prompt = asking.prompt_tokens(asked.prompt) if asked.prompt is not None else None
             return await client.tokenize(prompt) if isinstance(prompt, str) else prompt
         except PolyKVError as error:
             # the engine will refuse the request itself, in its own words
-            log.debug("prompt_not_tokenized", path=work.exchange.head.path, reason=error.message)
+            log.debug("prompt_not_tokenized", api=family.dialect.value, reason=error.message)
             return None
 
     # -- the engine --------------------------------------------------------------------------------------

@@ -4,7 +4,8 @@
 2. ``/polykv/…`` goes to the control application.
 3. What runs in a slot is placed by the proxy.
 4. Status documents get a member of ours; slot actions are checked.
-5. Everything else passes through: the body once it is complete, because the engine would keep a thread of
+5. With several engines, their health and their models are told in one document each.
+6. Everything else passes through: the body once it is complete, because the engine would keep a thread of
    its few waiting for a slow one; the answer as it streams.
 """
 
@@ -12,63 +13,81 @@ from __future__ import annotations
 
 import asyncio
 import re
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from polykv_proxy.api import asked as asking
 from polykv_proxy.api.families import INFERENCE, SPREADING, Dialect, Family
-from polykv_proxy.api.identity import without_ours
+from polykv_proxy.api.identity import our_headers, scope_of, session_name, without_ours
+from polykv_proxy.api.placement import Placement
+from polykv_proxy.core.slots import Ask
 from polykv_proxy.core.types import SlotId
 from polykv_proxy.edge.head import error_envelope
 from polykv_proxy.edge.relay import relay
 from polykv_proxy.errors import BadRequestError, NotFoundError, UnavailableError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from polykv_proxy.api.inference import Inference
+    from polykv_proxy.api.merged import Merged
     from polykv_proxy.api.status import Status
+    from polykv_proxy.config import Settings
+    from polykv_proxy.core.types import Tokens
     from polykv_proxy.edge.exchange import BodySource, Exchange
     from polykv_proxy.edge.head import Headers, RequestHead
     from polykv_proxy.edge.upstream import Upstream
     from polykv_proxy.errors import PolyKVError
-    from polykv_proxy.runtime import Runtime
+    from polykv_proxy.fleet import Engine, Fleet
 
 _SLOT_ACTION = re.compile(r"/slots/([0-9]{1,6})")
 _ESCAPE = re.compile(r"%(?:u([0-9A-Fa-f]{4})|([0-9A-Fa-f]{2}))")
 _OTHER = Family(Dialect.OTHER)
 _HEALTH = frozenset({"/health", "/v1/health"})
+_MODELS = frozenset({"/models", "/v1/models"})
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Handlers:
+    """What answers for one engine."""
+
+    inference: Inference
+    status: Status
 
 
 class Routes:
     """The handler that the edge calls for every request.
 
     Args:
-        runtime: the engine's control plane.
-        upstream: the way to the engine.
+        fleet: the engines.
+        handlers: what answers for each of them, in the same order.
+        merged: what answers for all of them together.
         control: the way to the control application.
-        inference: requests that run in a slot.
-        status: the engine's status routes.
+        settings: limits, and who shares with whom.
         hold_s: seconds a passed-through request waits for an engine.
-        max_body_bytes: bound of a passed-through body.
     """
 
     def __init__(  # noqa: PLR0913 - one argument for each place a request can go
         self,
-        runtime: Runtime,
-        upstream: Upstream,
+        fleet: Fleet,
+        handlers: Sequence[Handlers],
+        merged: Merged,
         control: Upstream,
-        inference: Inference,
-        status: Status,
+        settings: Settings,
         *,
         hold_s: float,
-        max_body_bytes: int,
     ) -> None:
-        self._runtime = runtime
-        self._upstream = upstream
+        self._fleet = fleet
+        self._handlers = handlers
+        self._merged = merged
         self._control = control
-        self._inference = inference
-        self._status = status
         self._hold_s = hold_s
-        self._max_body_bytes = max_body_bytes
+        self._max_body_bytes = settings.max_body_bytes
+        self._shared = settings.share_across_keys
+        self._several = len(fleet) > 1
+        self._placement = Placement(fleet)
 
     async def handle(self, exchange: Exchange) -> None:
         """Answer one request."""
@@ -81,28 +100,27 @@ class Routes:
             return
         if head.method == "POST" and await self._post(exchange, path):
             return
-        if head.method == "GET":
-            if path in _HEALTH and not self._runtime.plane.serving:
-                await self._status.loading(exchange)
-                return
-            if path == "/props" and self._runtime.plane.serving:
-                await self._status.props(exchange)
-                return
+        engine = self._fleet.of_query(head.query)
+        if self._several and path == "/v1/stream":
+            engine = self._placement.of_stream(head.query) or engine
+        if head.method == "GET" and await self._get(exchange, path, engine):
+            return
         body = await exchange.read_body(self._max_body_bytes) if head.has_body else b""
-        await self._await_engine()
-        await self._pass(exchange, self._upstream, without_ours(head), body)
+        await self._await_engine(engine)
+        await self._pass(exchange, engine.upstream, without_ours(head), body)
 
     async def _post(self, exchange: Exchange, path: str) -> bool:
         """Answer a POST that needs more than to be passed through; returns whether it was one."""
         family = INFERENCE.get(path)
         if family is not None:
-            await self._inference.handle(exchange, family)
+            await self._infer(exchange, family, spreading=False)
             return True
         if path in SPREADING:
-            await self._inference.handle(exchange, _OTHER, spreading=True)
+            await self._infer(exchange, _OTHER, spreading=True)
             return True
         if (match := _SLOT_ACTION.fullmatch(path)) is not None:
-            await self._status.slot_action(exchange, SlotId(int(match[1])))
+            engine = self._fleet.of_query(exchange.head.query)
+            await self._handlers[engine.number].status.slot_action(exchange, SlotId(int(match[1])))
             return True
         if path.startswith("/slots/"):  # the engine reads "0x" and "+0" as numbers too
             raise BadRequestError(
@@ -110,12 +128,53 @@ class Routes:
             )
         return False
 
-    async def _await_engine(self) -> None:
-        if self._runtime.plane.serving:
+    async def _get(self, exchange: Exchange, path: str, engine: Engine) -> bool:
+        """Answer a GET that needs more than to be passed through; returns whether it was one."""
+        if path in _HEALTH and not self._fleet.serving:
+            await self._merged.loading(exchange)
+        elif self._several and path in _HEALTH:
+            await self._merged.health(exchange)
+        elif self._several and path in _MODELS and not exchange.head.query:
+            await self._merged.models(exchange)
+        elif path == "/props" and engine.plane.serving:
+            await self._handlers[engine.number].status.props(exchange)
+        else:
+            return False
+        return True
+
+    async def _infer(self, exchange: Exchange, family: Family, *, spreading: bool) -> None:
+        """A request that runs in a slot: read it, choose its engine, have it answered there."""
+        head = exchange.head
+        asked = asking.read(await exchange.read_body(self._max_body_bytes), family, our_headers(head))
+        ask = Ask(
+            scope=scope_of(head, shared=self._shared),
+            name=session_name(head, asked.session, asked.metadata),
+            chain=asked.chain,
+            structured=asked.structured,
+            slots=asked.completions,
+            exclusive=spreading or asked.many_prompts,
+        )
+        number, tokens = 0, None
+        if self._several:
+
+            async def tokenize(engine: Engine) -> Tokens | None:
+                inference = self._handlers[engine.number].inference
+                return await inference.tokens(family, asked) if inference.may_match(family, asked) else None
+
+            query = head.query
+            chosen = self._fleet.of_query(query) if "engine=" in query else None
+            engine, tokens = (chosen, None) if chosen else await self._placement.choose(asked, ask, tokenize)
+            if (stream := head.get_text(b"x-conversation-id")) is not None:
+                self._placement.note_stream(stream, engine)
+            number = engine.number
+        await self._handlers[number].inference.handle(exchange, family, asked, ask, tokens)
+
+    async def _await_engine(self, engine: Engine) -> None:
+        if engine.plane.serving:
             return
         try:
             async with asyncio.timeout(self._hold_s):
-                await self._runtime.serving.wait()
+                await engine.runtime.serving.wait()
         except TimeoutError:
             raise UnavailableError("Loading model", code="engine_loading", retry_after_s=2) from None
 

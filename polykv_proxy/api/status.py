@@ -1,4 +1,4 @@
-"""Engine documents with a member of ours, the engine's health, and slot actions that cannot hurt anyone."""
+"""Documents of an engine with a member of ours, and slot actions that cannot hurt anyone."""
 
 from __future__ import annotations
 
@@ -16,13 +16,10 @@ from polykv_proxy.errors import BadRequestError, ConflictError, UnavailableError
 if TYPE_CHECKING:
     from polykv_proxy.api.guard import Guard
     from polykv_proxy.edge.exchange import Exchange
-    from polykv_proxy.edge.head import Headers
     from polykv_proxy.edge.upstream import Upstream
     from polykv_proxy.runtime import Runtime
 
 DOCUMENT_BYTES = 64 * 1024 * 1024
-_LOADING = b'{"error":{"message":"Loading model","type":"unavailable_error","code":503}}'
-"""What the engine itself says while it loads; clients wait for it word by word."""
 
 
 class Status:
@@ -38,10 +35,6 @@ class Status:
         self._runtime = runtime
         self._upstream = upstream
         self._guard = guard
-
-    async def loading(self, exchange: Exchange) -> None:
-        """``GET /health`` while no engine serves: what the engine itself says while it loads."""
-        await exchange.respond(503, [*_JSON, (b"Retry-After", b"2")], _LOADING)
 
     async def props(self, exchange: Exchange) -> None:
         """``GET /props`` with our ``opencoti`` member."""
@@ -96,6 +89,3 @@ class Status:
         finally:
             # the engine defers nothing here: the slot is idle, so an unfinished action ends by itself
             self._runtime.finish(pending.lease, clean=True, content=content)
-
-
-_JSON: Headers = [(b"Content-Type", b"application/json; charset=utf-8")]

@@ -8,6 +8,8 @@ from polykv_proxy import __version__
 from polykv_proxy.core.types import Capability
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
     from polykv_proxy.core.plane import ControlPlane
     from polykv_proxy.core.pools import PrefixPool
     from polykv_proxy.core.sessions import Session
@@ -17,12 +19,37 @@ FEATURES = ("polykv_pools_v1", "polykv_fork_v1", "polykv_snapshot_v1", "polykv_a
 """Named features; clients branch on these, never on versions."""
 
 
-def pools(plane: ControlPlane, scope: Scope | None) -> dict[str, Any]:
+def pools(planes: Mapping[str, ControlPlane], scope: Scope | None) -> dict[str, Any]:
     """Every pool that ``scope`` may see (None: all), and how all used cells are accounted for.
 
     Used cells are the own cells of the pools and of those that drain, the private cells of the sessions
-    listed below either, those of unpooled slots, what is other keys', and what is not attributed.
+    listed below either, those of unpooled slots, what is other keys', and what is not attributed. Figures
+    of several engines are added up; one that does not tell makes the sum unknown.
+
+    Args:
+        planes: the engines' states by the engines' names.
+        scope: whose eyes.
     """
+    parts = [_engine_pools(name, plane, scope) for name, plane in planes.items()]
+    lists = ("pools", "unpooled", "draining")
+    sums = [key for key in parts[0] if key not in lists and key not in ("engine", "tree_depth")]
+    return {
+        "pools": [each for part in parts for each in part["pools"]],
+        "tree_depth": max(part["tree_depth"] for part in parts),
+        **{key: _sum(part[key] for part in parts) for key in sums},
+        "unpooled": [each for part in parts for each in part["unpooled"]],
+        "draining": [each for part in parts for each in part["draining"]],
+        "engines": [{key: value for key, value in part.items() if key not in lists} for part in parts],
+    }
+
+
+def _sum(figures: Iterable[int | None]) -> int | None:
+    known = list(figures)
+    return None if None in known else sum(figure for figure in known if figure is not None)
+
+
+def _engine_pools(name: str, plane: ControlPlane, scope: Scope | None) -> dict[str, Any]:
+    """One engine's part of ``pools``."""
     visible = [pool for pool in plane.tree if scope in (None, pool.scope)]
     facts, sample, owned = plane.facts, plane.sample, plane.ownership
     named = {
@@ -32,7 +59,8 @@ def pools(plane: ControlPlane, scope: Scope | None) -> dict[str, Any]:
     }
     ours = {node.pool_id for node in plane.tree.nodes() if scope in (None, node.scope)}
     return {
-        "pools": [pool_view(plane, pool) for pool in visible],
+        "engine": name,
+        "pools": [pool_view(name, plane, pool) for pool in visible],
         "tree_depth": max((pool.depth() for pool in visible), default=0),
         "seq_ids_used": None if facts is None else facts.slots + plane.tree.sequences_used,
         "seq_ids_max": None if facts is None else facts.slots + facts.max_pools,
@@ -44,6 +72,7 @@ def pools(plane: ControlPlane, scope: Scope | None) -> dict[str, Any]:
         if owned is None
         else [
             {
+                "engine": name,
                 "slot": slot.slot,
                 "session_id": named.get(slot.slot),
                 "cells": slot.cells,
@@ -55,6 +84,7 @@ def pools(plane: ControlPlane, scope: Scope | None) -> dict[str, Any]:
         if owned is None
         else [
             {
+                "engine": name,
                 "pool_id": rest.pool_id if rest.pool_id in ours else None,
                 "cells": rest.cells,
                 "holders": rest.holders,
@@ -74,8 +104,8 @@ def pools(plane: ControlPlane, scope: Scope | None) -> dict[str, Any]:
     }
 
 
-def pool_view(plane: ControlPlane, pool: PrefixPool) -> dict[str, Any]:
-    """One pool; bytes are by ownership."""
+def pool_view(engine: str, plane: ControlPlane, pool: PrefixPool) -> dict[str, Any]:
+    """One pool of an engine; bytes are by ownership."""
     cells = {} if plane.ownership is None else plane.ownership.own
     cell_bytes = None if plane.facts is None else plane.facts.bytes_per_cell
     children = [child.pool_id for child in pool.living_children]
@@ -88,6 +118,7 @@ def pool_view(plane: ControlPlane, pool: PrefixPool) -> dict[str, Any]:
     slots = sorted({*riders, *(slot for slot in coming if not _elsewhere(plane, slot))})
     return {
         "pool_id": pool.pool_id,
+        "engine": engine,
         "label": pool.label,
         "parent": None if pool.parent is None or pool.parent.released else pool.parent.pool_id,
         "branch_pos": pool.branch_pos,
@@ -107,10 +138,16 @@ def pool_view(plane: ControlPlane, pool: PrefixPool) -> dict[str, Any]:
     }
 
 
-def sessions(plane: ControlPlane, scope: Scope | None) -> dict[str, Any]:
-    """Every session that ``scope`` may see, most recently used first."""
-    seen = [session for session in plane.sessions if scope in (None, session.scope)]
-    return {"sessions": [_session(plane, session) for session in reversed(seen)]}
+def sessions(planes: Mapping[str, ControlPlane], scope: Scope | None) -> dict[str, Any]:
+    """Every session that ``scope`` may see, of each engine the most recently used first."""
+    return {
+        "sessions": [
+            {"engine": name, **_session(plane, session)}
+            for name, plane in planes.items()
+            for session in reversed(list(plane.sessions))
+            if scope in (None, session.scope)
+        ]
+    }
 
 
 def properties(plane: ControlPlane) -> dict[str, Any]:

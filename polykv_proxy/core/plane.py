@@ -68,9 +68,10 @@ class ControlPlane:
     Args:
         max_waiting: requests that may wait at once.
         policy: what happens without being asked for.
+        number: the engine's, from 0.
     """
 
-    def __init__(self, *, max_waiting: int, policy: PoolPolicy | None = None) -> None:
+    def __init__(self, *, max_waiting: int, policy: PoolPolicy | None = None, number: int = 0) -> None:
         self._max_waiting = max_waiting
         self._policy = policy or PoolPolicy()
         self.facts: EngineFacts | None = None
@@ -85,7 +86,7 @@ class ControlPlane:
         """Attached requests that reused less than was planned."""
         self._serving = False
         self._waiting: OrderedDict[int, Ticket] = OrderedDict()
-        self.sessions = SessionBook()
+        self.sessions = SessionBook(f"auto-{number}-" if number else "auto-")
         self._running: dict[LeaseId, Lease] = {}
         self._next_lease = 1
 
@@ -100,6 +101,11 @@ class ControlPlane:
     def serving(self) -> bool:
         """Whether requests can be sent now."""
         return self._serving
+
+    @property
+    def waiting(self) -> int:
+        """Requests in the queue."""
+        return len(self._waiting)
 
     def on_engine_ready(
         self, facts: EngineFacts, capability: Capability, reason: str | None, model_identity: str, now: float

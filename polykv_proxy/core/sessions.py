@@ -50,9 +50,14 @@ class Session:
 
 
 class SessionBook:
-    """All sessions of one engine, least recently used first."""
+    """All sessions of one engine, least recently used first.
 
-    def __init__(self) -> None:
+    Args:
+        prefix: of the ids of sessions that nobody named; differs between the engines of one proxy.
+    """
+
+    def __init__(self, prefix: str = "auto-") -> None:
+        self._prefix = prefix
         self._sessions: OrderedDict[SessionId, Session] = OrderedDict()
         self._names: dict[tuple[Scope, str], list[Session]] = {}
         self._next_auto = 1
@@ -85,7 +90,7 @@ class SessionBook:
     def begin(self, scope: Scope, name: str | None, now_ts: float) -> Session:
         """A new session; ids are unique over all scopes, since listings may show them together."""
         if name is None:
-            wanted = f"auto-{self._next_auto}"
+            wanted = f"{self._prefix}{self._next_auto}"
             self._next_auto += 1
         else:
             wanted = name

@@ -132,15 +132,20 @@ class SlotBoard:
         if self.idle_count < wanted:
             return None
         own = self._holding(ask)  # 3
-        first = next(iter(self._empty or self._held)) if own is None else own  # 4, 5
+        first = next(iter(self._empty or self._held)) if own is None else own[0]  # 4, 5
         if wanted == 1:
             return Placement((first,), continues=own is not None)
         # the engine gives further completions to the lowest idle slots, see get_free_slots()
         others = [number for number in sorted((*self._empty, *self._held)) if number != first]
         return Placement((first, *others[: wanted - 1]), continues=own is not None)
 
-    def _holding(self, ask: Ask) -> SlotId | None:
-        """The idle slot that shares most links with the request, if it is the same conversation.
+    def held_links(self, ask: Ask) -> int:
+        """Links of the request's conversation that an idle slot holds; 0 if none does."""
+        held = self._holding(ask)
+        return 0 if held is None else held[1]
+
+    def _holding(self, ask: Ask) -> tuple[SlotId, int] | None:
+        """The idle slot that shares most links with the request, if it is the same conversation; how many.
 
         A link stands for all before it, so the deepest link that a slot holds is the whole common chain. The
         first link alone is what many conversations begin with.
@@ -153,11 +158,11 @@ class SlotBoard:
                     continue
                 length = len(self.slots[number].chain)
                 if length == depth:
-                    return number
+                    return number, depth
                 if ask.structured and 2 * depth >= length:
                     edited = number
             if edited is not None:
-                return edited
+                return edited, depth
         return None
 
     def take(self, placement: Placement, lease: LeaseId, session: Session | None, ask: Ask) -> None:

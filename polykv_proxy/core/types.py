@@ -167,6 +167,8 @@ class EngineFacts:
     """Window of one slot."""
     bytes_per_cell: int
     build: str
+    models: tuple[str, ...] = ()
+    """Names under which it answers, aliases included."""
 
 
 class Capability(StrEnum):

@@ -5,6 +5,7 @@ Client traffic does not come through here; it is spliced by ``edge``.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -81,7 +82,9 @@ class EngineClient:
         except NotFoundError:
             facts, identity = _read(wire.read_props, props)
             patched = False
-        identity |= _read(wire.read_model_identity, await self.get("/v1/models"))
+        models = await self.get("/v1/models")
+        facts = replace(facts, models=_read(wire.read_model_names, models))
+        identity |= _read(wire.read_model_identity, models)
         return facts, patched, identity | _read(wire.read_template_identity, props)
 
     async def counters(self) -> EngineSample:

@@ -124,6 +124,8 @@ class _Freed(msgspec.Struct):
 
 
 class _Model(msgspec.Struct):
+    id: str = ""
+    aliases: list[str] = []
     meta: dict[str, Any] | None = None
 
 
@@ -239,6 +241,12 @@ def read_model_identity(body: bytes) -> dict[str, str]:
     meta = (models[0].meta if models else None) or {}
     keys = ("n_vocab", "n_ctx_train", "n_embd", "n_params", "size", "ftype", "vocab_type")
     return {key: str(meta.get(key)) for key in keys}
+
+
+def read_model_names(body: bytes) -> tuple[str, ...]:
+    """``GET /v1/models``: every name of every model, in order, none twice."""
+    names = [name for model in _models.decode(body).data for name in (model.id, *model.aliases)]
+    return tuple(dict.fromkeys(name for name in names if name))
 
 
 def read_tokens(body: bytes) -> Tokens:

@@ -1,4 +1,4 @@
-"""The whole proxy but for its process: edge, routes and runtime in front of a fake patched engine."""
+"""The whole proxy but for its process: edge, routes and runtimes in front of fake patched engines."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from yarl import URL
 from polykv_proxy import sampler
 from polykv_proxy.api.control import ControlApi
 from polykv_proxy.api.guard import Guard
-from polykv_proxy.api.inference import Inference
-from polykv_proxy.api.routes import Routes, render_error
-from polykv_proxy.api.status import Status
+from polykv_proxy.api.routes import render_error
+from polykv_proxy.app import assemble
 from polykv_proxy.config import Settings
 from polykv_proxy.core.decisions import PoolPolicy
 from polykv_proxy.core.plane import ControlPlane
@@ -25,6 +24,7 @@ from polykv_proxy.edge.tasks import TaskSet
 from polykv_proxy.engine.address import EngineAddress
 from polykv_proxy.engine.client import EngineClient
 from polykv_proxy.engine.state import EngineState, EngineStatus
+from polykv_proxy.fleet import Engine, Fleet
 from polykv_proxy.pooling import Pooling
 from polykv_proxy.runtime import Runtime
 
@@ -87,11 +87,13 @@ class Answer:
 
 
 class Rig:
-    """A running proxy.
+    """A running proxy, with one engine for each of ``models``.
 
     Attributes:
-        engine: the fake one.
-        runtime: the control plane at work.
+        engines: the fake ones.
+        engine: the first of them.
+        fleet: what works for them.
+        runtime: the first one's control plane at work.
         problems: what reached the loop's exception handler.
     """
 
@@ -102,9 +104,14 @@ class Rig:
         max_pools: int = 2,
         admin: str | None = None,
         hold_s: float = 0.05,
+        models: tuple[str, ...] = ("fake",),
         **settings: Any,
     ) -> None:
-        self.engine = FakePolykv(slots=slots, max_pools=max_pools)
+        self.engines = [FakePolykv(slots=slots, max_pools=max_pools) for _ in models]
+        for engine, model in zip(self.engines, models, strict=True):
+            engine.model = model
+            engine.props |= {"model_path": f"{model}.gguf"}
+        self.engine = self.engines[0]
         self.settings = Settings(**settings)
         self.problems: list[dict[str, Any]] = []
         self._admin = admin
@@ -115,29 +122,17 @@ class Rig:
         """Start everything; the engine is ready."""
         asyncio.get_running_loop().set_exception_handler(lambda _loop, context: self.problems.append(context))
         stack = self._stack
-        await stack.enter_async_context(self.engine)
-        client = await stack.enter_async_context(EngineClient(EngineAddress.parse(self.engine.address), None))
         tasks = TaskSet()
+        engines = [await self._engine(each, number, tasks) for number, each in enumerate(self.engines)]
         stack.push_async_callback(tasks.cancel, 5.0)
-        policy = PoolPolicy(**self.settings.pools.model_dump())
-        plane = ControlPlane(max_waiting=self.settings.queue.max_depth, policy=policy)
-        self.runtime = Runtime(plane, client, tasks)
-        self.pooling = Pooling(self.runtime)
-        upstream = Upstream(self.engine.address)
-        stack.callback(upstream.close)
+        self.fleet = Fleet(engines)
+        self.runtime, self.pooling = engines[0].runtime, engines[0].pooling
         guard = Guard(self._admin, self.settings.allowed_hosts)
-        control = ControlApi(self.runtime, self.pooling, guard, shared=self.settings.share_across_keys)
+        control = ControlApi(self.fleet, guard, shared=self.settings.share_across_keys)
         inside = await stack.enter_async_context(InProcess(control.application(1 << 20)))
-        routes = Routes(
-            self.runtime,
-            upstream,
-            inside.upstream,
-            Inference(self.runtime, self.pooling, upstream, self.settings),
-            Status(self.runtime, upstream, guard),
-            hold_s=self._hold_s,
-            max_body_bytes=self.settings.max_body_bytes,
-        )
-        tasks.spawn(sampler.run(self.runtime))
+        routes = assemble(self.fleet, inside.upstream, guard, self.settings, hold_s=self._hold_s)
+        for engine in engines:
+            tasks.spawn(sampler.run(engine.runtime))
         edge = Edge(routes.handle, render_error=render_error)
         port = await edge.listen("127.0.0.1", 0)
         stack.push_async_callback(edge.close, 0.0)
@@ -149,22 +144,36 @@ class Rig:
         await self.up()
         return self
 
+    async def _engine(self, fake: FakePolykv, number: int, tasks: TaskSet) -> Engine:
+        """Everything that works for one engine."""
+        await self._stack.enter_async_context(fake)
+        address = EngineAddress.parse(fake.address)
+        client = await self._stack.enter_async_context(EngineClient(address, None))
+        policy = PoolPolicy(**self.settings.pools.model_dump())
+        plane = ControlPlane(max_waiting=self.settings.queue.max_depth, policy=policy, number=number)
+        runtime = Runtime(plane, client, tasks, f"engine-{number}")
+        upstream = Upstream(fake.address)
+        self._stack.callback(upstream.close)
+        return Engine(number, f"engine-{number}", runtime, Pooling(runtime), upstream)
+
     async def __aexit__(self, *_: object) -> None:
         """Stop everything, last first."""
-        self.engine.gate.set()
-        self.engine.pool_gate.set()
+        for engine in self.engines:
+            engine.gate.set()
+            engine.pool_gate.set()
         await self._stack.aclose()
 
     # -- the engine's life -------------------------------------------------------------------------------
 
     def down(self) -> None:
-        """The supervisor reports that there is no engine."""
+        """The supervisor reports that there is no engine, of several the first."""
         self.runtime.on_engine_status(EngineStatus(state=EngineState.DOWN, reason="test"))
 
     async def up(self) -> None:
-        """The supervisor reports an engine; returns when requests can be sent."""
-        self.runtime.on_engine_status(EngineStatus(state=EngineState.READY))
-        await until(self.runtime.serving.is_set)
+        """The supervisors report their engines; returns when requests can be sent to all."""
+        for engine in self.fleet:
+            engine.runtime.on_engine_status(EngineStatus(state=EngineState.READY))
+            await until(engine.runtime.serving.is_set)
 
     # -- requests ----------------------------------------------------------------------------------------
 

@@ -62,7 +62,7 @@ def session(plane, name, *, scope=SCOPE):
 def test_nothing_is_known_before_an_engine_answers():
     """Counts are null, not zero."""
     empty = ControlPlane(max_waiting=1)
-    document = views.pools(empty, SCOPE)
+    document = views.pools({"e": empty}, SCOPE)
     unknown = ("seq_ids_used", "seq_ids_max", "kv_cells_used", "kv_cells_total", "unattributed_cells")
     assert [document[name] for name in unknown] == [None] * 5
     assert (document["pools"], document["unpooled"], document["draining"], document["tree_depth"]) == (
@@ -105,7 +105,7 @@ def test_pools_count_bytes_by_ownership():
     mine = session(plane, "me")
     mine.pool = child.pool_id
     plane.on_sample(EngineSample("e", 0.0, 140, 1000, 0, (slot(0, 140, shared=130, uid=2), slot(1, 0)), ()))
-    top, below = views.pools(plane, SCOPE)["pools"]
+    top, below = views.pools({"e": plane}, SCOPE)["pools"]
     assert (top["own_kv_bytes"], top["subtree_kv_bytes"], top["children"]) == (1000, 1300, [child.pool_id])
     assert (below["own_kv_bytes"], below["parent"], below["branch_pos"]) == (300, root.pool_id, 100)
     (attached,) = below["sessions"]
@@ -114,7 +114,7 @@ def test_pools_count_bytes_by_ownership():
         100,
         None,
     )
-    assert views.pools(plane, SCOPE)["tree_depth"] == 2
+    assert views.pools({"e": plane}, SCOPE)["tree_depth"] == 2
 
 
 def test_a_pin_without_a_user_is_shown():
@@ -122,10 +122,10 @@ def test_a_pin_without_a_user_is_shown():
     plane = plane_with(slot(0, 0))
     made = pool(plane, 10, 1)
     made.pinned = True
-    assert views.pool_view(plane, made)["orphaned_pin"] is True
+    assert views.pool_view("e", plane, made)["orphaned_pin"] is True
     session(plane, "me").pool = made.pool_id
-    assert views.pool_view(plane, made)["orphaned_pin"] is False
-    assert views.pool_view(plane, made)["sessions"][0]["suffix_n_tokens"] is None
+    assert views.pool_view("e", plane, made)["orphaned_pin"] is False
+    assert views.pool_view("e", plane, made)["sessions"][0]["suffix_n_tokens"] is None
 
 
 def test_a_listing_holds_what_its_scope_may_see():
@@ -138,11 +138,11 @@ def test_a_listing_holds_what_its_scope_may_see():
     plane.on_sample(EngineSample("e", 0.0, 75, 1000, 0, (slot(0, 10), slot(1, 65, shared=50, uid=1)), ()))
     plane.board.slots[1].session.slot = SlotId(1)
     for scope, names, pools in ((SCOPE, ["mine"], [gone.pool_id]), (Scope("t"), [None], [None])):
-        listing = views.pools(plane, scope)
+        listing = views.pools({"e": plane}, scope)
         assert [one["session_id"] for one in listing["unpooled"]] == names
         assert [one["pool_id"] for one in listing["draining"]] == pools
         assert listing["unpooled"][0]["cells"] == 10
-    (rest,) = views.pools(plane, None)["draining"]
+    (rest,) = views.pools({"e": plane}, None)["draining"]
     assert (rest["pool_id"], rest["cells"], rest["holders"]) == (gone.pool_id, 50, 1)
     assert [(rider["session_id"], rider["suffix_n_tokens"]) for rider in rest["sessions"]] == [("theirs", 15)]
 
@@ -170,11 +170,11 @@ def test_a_listing_adds_up_for_everyone():
     slots = (slot(0, 35, shared=20, uid=2), slot(1, 65, shared=50, uid=1))
     plane.on_sample(EngineSample("e", 0.0, 100, 1000, 0, slots, ()))
     for scope in (None, SCOPE, Scope("t")):
-        listing = views.pools(plane, scope)
+        listing = views.pools({"e": plane}, scope)
         assert (listing["kv_cells_used"], listing["unattributed_cells"]) == (100, 0)
         assert cells_of(listing) == 100
-    assert views.pools(plane, Scope("t"))["other_keys_cells"] == 35
-    (shown,) = views.pools(plane, SCOPE)["pools"]
+    assert views.pools({"e": plane}, Scope("t"))["other_keys_cells"] == 35
+    (shown,) = views.pools({"e": plane}, SCOPE)["pools"]
     assert [(rider["slot"], rider["suffix_n_tokens"]) for rider in shown["sessions"]] == [(0, 15)]
     assert shown["pool_id"] == kept.pool_id
 
@@ -184,9 +184,9 @@ def test_sessions_come_last_used_first():
     plane = plane_with(slot(0, 30), slot(1, 0))
     session(plane, "one").ttft_s = 0.5
     session(plane, "two", scope=Scope("t"))
-    (one,) = views.sessions(plane, SCOPE)["sessions"]
+    (one,) = views.sessions({"e": plane}, SCOPE)["sessions"]
     assert (one["ctx_used"], one["ctx_total"], one["ttft_ms"], one["started_ts"]) == (30, 500, 500.0, 100.0)
-    assert [each["session_id"] for each in views.sessions(plane, None)["sessions"]] == ["two", "one"]
+    assert [each["session_id"] for each in views.sessions({"e": plane}, None)["sessions"]] == ["two", "one"]
     plane.board.forget(SlotId(0))
-    (one,) = views.sessions(plane, SCOPE)["sessions"]
+    (one,) = views.sessions({"e": plane}, SCOPE)["sessions"]
     assert (one["resident"], one["ctx_used"], one["slot"]) == (False, None, None)

@@ -146,14 +146,37 @@ class Served:
     @property
     def engine_pid(self) -> int:
         """Process id of the engine that serves."""
-        return [line["pid"] for line in self.events("engine_state") if line["state"] == "ready"][-1]
+        return self.pid_of("engine-0")
+
+    def pid_of(self, engine: str) -> int:
+        """Process id of one engine of several."""
+        states = [line for line in self.events("engine_state") if line["engine"] == engine]
+        return [line["pid"] for line in states if line["state"] == "ready"][-1]
+
+    def engine_at(self, number: int) -> Http:
+        """One engine of several, directly."""
+        return Http("http://localhost", str(self.folder / "run" / f"engine-{number}.sock"))
 
 
 @asynccontextmanager
 async def serve(
-    folder: Path, *args: str, env: dict[str, str] | None = None, ready: bool = True, stop: bool = True
+    folder: Path,
+    *args: str,
+    env: dict[str, str] | None = None,
+    engines: int = 1,
+    ready: bool = True,
+    stop: bool = True,
 ) -> AsyncIterator[Served]:
-    """Run `polykv-proxy serve` with these arguments until the block ends; it must end well."""
+    """Run `polykv-proxy serve` with these arguments until the block ends; it must end well.
+
+    Args:
+        folder: for its state and sockets.
+        *args: of the command line.
+        env: further environment variables.
+        engines: how many are configured.
+        ready: whether to wait until all of them serve.
+        stop: whether to stop it at the end.
+    """
     environment = {
         **os.environ,
         "POLYKV_STATE_DIR": str(folder / "state"),
@@ -186,7 +209,7 @@ async def serve(
         engine = Http("http://localhost", str(folder / "run" / "engine-0.sock"))
         served = Served(Http(f"http://127.0.0.1:{number}"), engine, process, folder, number, log)
         if ready:
-            await served.until(lambda: _ready(served))
+            await served.until(lambda: _ready(served, engines))
         yield served
     finally:
         if process.returncode is None and stop:
@@ -198,9 +221,9 @@ async def serve(
         assert process.returncode in (0, -signal.SIGKILL), f"exit {process.returncode}: {log[-5:]}"
 
 
-async def _ready(served: Served) -> bool:
+async def _ready(served: Served, engines: int) -> bool:
     assert served.process.returncode is None, f"the proxy ended: {served.log[-5:]}"
-    return bool(served.events("engine_ready"))
+    return len({event["engine"] for event in served.events("engine_ready")}) == engines
 
 
 async def _read_log(

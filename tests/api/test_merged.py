@@ -1,0 +1,84 @@
+"""Claims about ``api.merged``: several engines answer as one."""
+
+import json
+
+import pytest
+
+
+async def test_health_is_good_while_one_engine_serves(proxies):
+    """With a list of all; nothing is asked of the engines."""
+    rig = await proxies(models=("a", "b"))
+    rig.down()
+    seen = [len(engine.of("/health")) for engine in rig.engines]
+    answer = await rig.ask("/health")
+    assert answer.status == 200
+    assert answer.json["status"] == "ok"
+    first, second = answer.json["engines"]
+    assert (first["name"], first["state"], first["serving"], first["reason"]) == (
+        "engine-0",
+        "down",
+        False,
+        "test",
+    )
+    assert (second["serving"], second["models"], second["capability"]) == (True, ["b"], "zero_copy")
+    assert [len(engine.of("/health")) for engine in rig.engines] == seen
+
+
+async def test_without_any_engine_health_is_what_llama_server_says_while_it_loads(proxies):
+    """Clients wait for these very words."""
+    rig = await proxies(models=("a", "b"))
+    for engine in rig.fleet:
+        engine.plane.on_engine_down()
+    answer = await rig.ask("/health")
+    assert (answer.status, answer.error["message"]) == (503, "Loading model")
+    assert answer.headers["Retry-After"] == "2"
+
+
+async def test_the_health_of_one_engine_is_its_own_answer(rig):
+    """Byte for byte."""
+    assert (await rig.ask("/health")).body == b'{"status": "ok"}'
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/models"])
+async def test_models_are_listed_together_each_once(proxies, path):
+    """Values that we do not know stay as they are."""
+    rig = await proxies(models=("a", "b", "a"))
+    raw = b'{"object":"list","data":[{"id":"b","meta":{"n":1e400}}],"models":[{"name":"b"}]}'
+    rig.engines[1].broken[path] = (200, raw)
+    answer = await rig.ask(path)
+    assert answer.status == 200
+    assert b'{"id":"b","meta":{"n":1e400}}' in answer.body
+    document = json.loads(answer.body)
+    assert document["object"] == "list"
+    assert [model["id"] for model in document["data"]] == ["a", "b"]
+    assert document["models"] == [{"name": "b"}]
+
+
+async def test_models_of_engines_that_do_not_answer_are_left_out(proxies):
+    """What is not understood, too; a refusal passes only if there is nothing else to say."""
+    rig = await proxies(models=("a", "b"))
+    rig.engines[0].broken["/v1/models"] = (200, b"[]")
+    assert [model["id"] for model in (await rig.ask("/v1/models")).json["data"]] == ["b"]
+    rig.engines[0].broken["/v1/models"] = (401, b'{"error":{"message":"Invalid API Key"}}')
+    assert [model["id"] for model in (await rig.ask("/v1/models")).json["data"]] == ["b"]
+    rig.engines[1].broken["/v1/models"] = (401, b'{"error":{"message":"Invalid API Key"}}')
+    answer = await rig.ask("/v1/models", Authorization="Bearer x")
+    assert (answer.status, answer.error["message"]) == (401, "Invalid API Key")
+    assert rig.engines[0].requests[-1].path != "/polykv/engine"
+    assert rig.engines[0].of("/v1/models")[-1].header("authorization") == "Bearer x"
+
+
+async def test_models_of_nobody(proxies):
+    """All engines are down: the client may ask again."""
+    rig = await proxies(models=("a", "b"))
+    for engine in rig.fleet:
+        engine.plane.on_engine_down()
+    answer = await rig.ask("/v1/models")
+    assert (answer.status, answer.error["code"]) == (503, "engine_loading")
+
+
+async def test_one_engines_models_can_be_asked_for(proxies):
+    """A query names it; then the answer is that engine's own."""
+    rig = await proxies(models=("a", "b"))
+    answer = await rig.ask("/v1/models?engine=engine-1")
+    assert [model["id"] for model in answer.json["data"]] == ["b"]

@@ -1,0 +1,109 @@
+"""Claims about ``fleet``: what belongs to which engine is found, whoever asks."""
+
+import pytest
+from api.rig import CHAT, SYSTEM, chat
+
+from polykv_proxy.core.types import Scope, SessionId
+from polykv_proxy.errors import BadRequestError, DisabledError, NotFoundError, UnavailableError
+
+ALIKE = ("a", "a")
+OPEN = Scope("")
+
+
+async def test_engines_have_names_numbers_and_an_order(proxies):
+    """One without a name goes by its number."""
+    fleet = (await proxies(models=ALIKE)).fleet
+    assert len(fleet) == 2
+    assert [engine.name for engine in fleet] == ["engine-0", "engine-1"]
+    assert fleet.first is fleet[0] is fleet.named("engine-0")
+    with pytest.raises(BadRequestError, match="there are engine-0, engine-1"):
+        fleet.named("x")
+
+
+async def test_a_query_names_an_engine_or_a_model(proxies):
+    """The engine first; a model that nobody has is no error, as in llama-server."""
+    fleet = (await proxies(models=("a", "b"))).fleet
+    names = {
+        query: fleet.of_query(query).name
+        for query in ("", "x=1", "engine=engine-1", "model=b", "model=zzz", "engine=engine-0&model=b")
+    }
+    assert names == {
+        "": "engine-0",
+        "x=1": "engine-0",
+        "engine=engine-1": "engine-1",
+        "model=b": "engine-1",
+        "model=zzz": "engine-0",
+        "engine=engine-0&model=b": "engine-0",
+    }
+    with pytest.raises(BadRequestError):
+        fleet.of_query("engine=no")
+
+
+async def test_a_proxy_of_one_engine_looks_at_no_query(rig):
+    """What passes through a single engine is that engine's business alone."""
+    assert rig.fleet.of_query("engine=whatever") is rig.fleet.first
+
+
+async def test_new_pools_go_where_most_sequence_ids_are_free(proxies):
+    """Among the engines with the first one's model; a name overrules that."""
+    rig = await proxies(models=("a", "a", "b"))
+    first = await rig.pool()
+    assert first["engine"] == "engine-0"
+    assert rig.fleet.with_pools(None).name == "engine-1"
+    assert rig.fleet.with_pools("engine-2").name == "engine-2"
+    rig.down()
+    assert rig.fleet.with_pools(None).name == "engine-1"
+    with pytest.raises(BadRequestError):
+        rig.fleet.with_pools("no")
+
+
+async def test_pools_are_refused_only_where_no_engine_has_them(proxies):
+    """The first engine says why."""
+    rig = await proxies(models=ALIKE, max_pools=0)
+    with pytest.raises(DisabledError):
+        rig.fleet.require_pools()
+    with pytest.raises(DisabledError):
+        rig.fleet.with_pools("engine-1")
+    rig.fleet[1].plane.facts = None
+    with pytest.raises(UnavailableError):
+        rig.fleet.with_pools("engine-1")
+
+
+async def test_a_pool_is_found_on_its_engine(proxies):
+    """By those who may see it."""
+    rig = await proxies(models=ALIKE)
+    made = await rig.pool({"messages": [{"role": "system", "content": SYSTEM}], "engine": "engine-1"})
+    engine, pool = rig.fleet.need_pool(made["pool_id"], OPEN)
+    assert (engine.name, pool.pool_id) == ("engine-1", made["pool_id"])
+    assert rig.fleet.find_pool(made["pool_id"], Scope("other")) is None
+    with pytest.raises(NotFoundError, match="does not exist"):
+        rig.fleet.need_pool(made["pool_id"], Scope("other"))
+
+
+async def test_a_session_is_where_it_is_resident(proxies):
+    """The same name may be known on two engines; the first answers for one that nobody knows."""
+    rig = await proxies(models=ALIKE)
+    for engine in ("engine-0", "engine-1"):
+        await rig.ask(f"{CHAT}?engine={engine}", chat("hi", session_id="n"))
+    await rig.quiet()
+    assert rig.fleet.of_session(SessionId("n"), OPEN).name == "engine-0"
+    rig.fleet[0].plane.board.forget(0)
+    assert rig.fleet.of_session(SessionId("n"), OPEN).name == "engine-1"
+    assert rig.fleet.of_session(SessionId("n"), Scope("other")).name == "engine-0"
+    assert rig.fleet.of_session(SessionId("?"), None).name == "engine-0"
+
+
+async def test_engines_with_the_same_model_are_alike(proxies):
+    """Tokens and pool ids mean the same on them."""
+    fleet = (await proxies(models=("a", "b", "a"))).fleet
+    assert [engine.name for engine in fleet.like(fleet[0])] == ["engine-0", "engine-2"]
+    assert fleet[0].serves("a")
+    assert not fleet[0].serves("b")
+
+
+async def test_a_fleet_serves_while_one_engine_does(proxies):
+    """An engine that is gone is not asked for pools."""
+    rig = await proxies(models=ALIKE)
+    rig.down()
+    assert rig.fleet.serving
+    assert [engine.has_pools for engine in rig.fleet] == [False, True]
