@@ -34,7 +34,7 @@ from polykv_proxy.engine.attached import Attached
 from polykv_proxy.engine.client import EngineClient
 from polykv_proxy.engine.launch import spec_from
 from polykv_proxy.engine.supervisor import Supervisor
-from polykv_proxy.errors import ConfigError
+from polykv_proxy.errors import ConfigError, EngineStartError
 from polykv_proxy.fleet import Engine, Fleet
 from polykv_proxy.pooling import Pooling
 from polykv_proxy.runtime import Runtime
@@ -64,6 +64,7 @@ class Proxy:
     Attributes:
         fleet: the engines and their control planes at work.
         address: ``host:port`` it listens on, once entered.
+        hopeless: set when no engine was ever ready and all of them have failed several times.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -71,6 +72,7 @@ class Proxy:
         self._stack = AsyncExitStack()
         self.fleet: Fleet
         self.address = ""
+        self.hopeless = asyncio.Event()
 
     async def __aenter__(self) -> Self:
         """Listen, and start the engines; returns before they are ready.
@@ -81,7 +83,10 @@ class Proxy:
         settings = self._settings
         async with AsyncExitStack() as stack:
             tasks = TaskSet()
-            starts = [await _prepare(settings, number, tasks, stack) for number in range(len(settings.fleet))]
+            starts = [
+                await _prepare(settings, number, tasks, stack, self._on_hopeless)
+                for number in range(len(settings.fleet))
+            ]
             stack.push_async_callback(tasks.cancel, 5.0)  # before what they use is closed
             self.fleet = fleet = Fleet([start.engine for start in starts])
 
@@ -105,6 +110,12 @@ class Proxy:
         await self._stack.aclose()
         log.info("stopped")
 
+    def _on_hopeless(self) -> None:
+        """An engine cannot be started; the others may do, or may have done."""
+        states = [engine.runtime.status for engine in self.fleet]
+        if all(status is not None and status.hopeless for status in states):
+            self.hopeless.set()
+
     async def _listen(self, edge: Edge) -> None:
         host = self._settings.listen_host
         try:
@@ -126,13 +137,21 @@ class _Start:
     stop_deadline_s: float
 
 
-async def _prepare(settings: Settings, number: int, tasks: TaskSet, stack: AsyncExitStack) -> _Start:
+async def _prepare(
+    settings: Settings,
+    number: int,
+    tasks: TaskSet,
+    stack: AsyncExitStack,
+    on_hopeless: Callable[[], None],
+) -> _Start:
     """Everything that works for one engine; nothing is started yet."""
     name, settings = settings.fleet[number].name, settings.of_engine(number)
     runtime: Runtime
 
     def on_state(status: EngineStatus) -> None:
         runtime.on_engine_status(status)
+        if status.hopeless:
+            on_hopeless()
 
     process = _process(settings, number, on_state)
     process.prepare()
@@ -216,7 +235,11 @@ def _dial_text(address: EngineAddress) -> str:
 
 
 def run(settings: Settings) -> int:
-    """Serve until SIGTERM or SIGINT; a second signal stops at once. Returns the exit status."""
+    """Serve until SIGTERM or SIGINT; a second signal stops at once. Returns the exit status.
+
+    Raises:
+        EngineStartError: no engine was ever ready, and none can be started.
+    """
     configure_logging(settings.log)
     return uvloop.run(_serve(settings))
 
@@ -234,6 +257,12 @@ async def _serve(settings: Settings) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
     with contextlib.suppress(asyncio.CancelledError):
-        async with Proxy(settings):
-            await stop.wait()
+        async with Proxy(settings) as proxy:
+            ends = [loop.create_task(event.wait()) for event in (stop, proxy.hopeless)]
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            for end in ends:
+                end.cancel()
+            status = proxy.fleet.first.runtime.status
+            if proxy.hopeless.is_set() and not stop.is_set() and status is not None:
+                raise EngineStartError(f"the engine cannot be started: {status.reason}")
     return 0

@@ -89,6 +89,9 @@ class EngineSettings(_Section):
     ready_timeout_s: PositiveSeconds = 600.0
     """Seconds a starting engine has to load its model before it is stopped and tried again."""
 
+    hang_timeout_s: Seconds = 120.0
+    """Seconds without any answer after which a ready engine is stopped and started again. 0: never."""
+
     restart_backoff_s: PositiveSeconds = 0.5
     """Seconds before the first restart; doubles with each failure in a row."""
 

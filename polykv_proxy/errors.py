@@ -16,6 +16,7 @@
     │   ├── SaturatedError    429   the engine is fine but taken; the queue is full or took too long
     │   └── EngineGoneError         the engine died or its connection broke
     ├── ConfigError                 a configuration that cannot work; ``path`` is the key
+    ├── EngineStartError            no engine was ever ready; the message has the engine's own words
     └── BuildError                  the engine could not be fetched, patched, built or proven
 
 Outcomes that are part of normal work (admit, wait, refuse) are values, not exceptions.
@@ -166,6 +167,12 @@ class ConfigError(PolyKVError):
     """A configuration that cannot work; the message starts with the key path."""
 
     code = "config_error"
+
+
+class EngineStartError(PolyKVError):
+    """No engine was ever ready, and none can be started like this."""
+
+    code = "engine_not_started"
 
 
 class BuildError(PolyKVError):

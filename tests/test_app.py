@@ -12,7 +12,7 @@ from fake_polykv import FakePolykv
 from polykv_proxy import app
 from polykv_proxy.app import Proxy
 from polykv_proxy.config import Settings
-from polykv_proxy.errors import ConfigError
+from polykv_proxy.errors import ConfigError, EngineStartError
 
 
 @pytest.fixture
@@ -95,3 +95,37 @@ async def test_a_signal_ends_serving(engine, monkeypatch):
     signal.raise_signal(signal.SIGTERM)
     async with asyncio.timeout(20.0):
         assert await task == 0
+
+
+async def test_an_engine_that_cannot_be_started_ends_the_proxy(tmp_path):
+    """Nobody is to take it for a service that works; its own words say why."""
+    binary = tmp_path / "llama-server"
+    binary.write_text("#!/bin/sh\necho 'error: invalid argument: --nonsense' >&2\nexit 1\n")
+    binary.chmod(0o700)
+    engine = {"binary": binary, "model": binary, "restart_backoff_s": 0.01, "restart_backoff_max_s": 0.01}
+    chosen = Settings(
+        listen="127.0.0.1:0", state_dir=tmp_path / "state", runtime_dir=tmp_path / "run", engine=engine
+    )
+    async with asyncio.timeout(60.0):
+        with pytest.raises(
+            EngineStartError, match=r"cannot be started: exited .* invalid argument: --nonsense"
+        ):
+            await app._serve(chosen)
+
+
+async def test_an_engine_that_works_keeps_the_proxy_alive(engine, tmp_path):
+    """Another one that cannot be started is tried on and on."""
+    broken = {
+        "name": "broken",
+        "binary": tmp_path / "no",
+        "model": tmp_path / "no",
+        "restart_backoff_s": 0.01,
+    }
+    several = [broken, {"name": "works", "url": engine.address}]
+    chosen = Settings(
+        listen="127.0.0.1:0", state_dir=tmp_path / "state", runtime_dir=tmp_path / "run", engines=several
+    )
+    async with Proxy(chosen) as proxy:
+        await until(lambda: proxy.fleet[0].runtime.status and proxy.fleet[0].runtime.status.hopeless)
+        await until(proxy.fleet[1].runtime.serving.is_set)
+        assert not proxy.hopeless.is_set()

@@ -27,9 +27,14 @@ class Seen:
 
 
 def open_session(address: EngineAddress) -> aiohttp.ClientSession:
-    """A client that connects to this engine and nowhere else; to be closed by the caller."""
-    connector = (
-        aiohttp.TCPConnector() if address.socket is None else aiohttp.UnixConnector(path=str(address.socket))
+    """A client that connects to this engine and nowhere else; to be closed by the caller.
+
+    Anew for each look: a connection that was kept says nothing about whether others can still get one.
+    """
+    connector: aiohttp.BaseConnector = (
+        aiohttp.TCPConnector(force_close=True)
+        if address.socket is None
+        else aiohttp.UnixConnector(path=str(address.socket), force_close=True)
     )
     return aiohttp.ClientSession(
         connector=connector, timeout=aiohttp.ClientTimeout(total=PROBE_TIMEOUT_S), trust_env=False

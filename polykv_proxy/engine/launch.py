@@ -35,6 +35,10 @@ class EngineSpec:
     stop_deadline_s: float
     """For an engine that is left over, or that does not become healthy."""
     backoff: Backoff
+    hang_timeout_s: float = 0.0
+    """Silence after which a ready engine is ended and started again; 0: never."""
+    watch_s: float = 5.0
+    """Pause between two looks at a ready engine."""
     warnings: tuple[str, ...] = ()
     """Arguments that work but cost something; to be logged once."""
 
@@ -71,6 +75,7 @@ def spec_from(settings: Settings, index: int = 0) -> EngineSpec:
         log_dir=settings.engine_log_path.absolute(),
         ready_timeout_s=engine.ready_timeout_s,
         stop_deadline_s=engine.stop_deadline_s,
+        hang_timeout_s=engine.hang_timeout_s,
         backoff=Backoff(first_s=engine.restart_backoff_s, max_s=engine.restart_backoff_max_s),
         warnings=profile.warnings(),
     )

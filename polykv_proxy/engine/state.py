@@ -36,6 +36,8 @@ class EngineStatus:
     """Starts of this engine after its first."""
     retry_in_s: float | None = None
     """Seconds until the next start, while down."""
+    hopeless: bool = False
+    """It was never ready and has failed several times: most likely it cannot be started like this."""
 
 
 class EngineProcess(Protocol):

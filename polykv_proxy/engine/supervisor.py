@@ -8,8 +8,10 @@ Rules:
    none; it runs in a session of its own, so that Ctrl-C at a terminal reaches the proxy alone and
    streams can drain. Under systemd this is ``KillMode=mixed``.
 3. Never give up. After three quick failures in a row waiting is long, but a GPU or a file that comes
-   back is found without anybody's help.
-4. Constructors start nothing. ``run()`` is one task of the caller's task group; it ends after
+   back is found without anybody's help. An engine that was never ready by then is reported as hopeless;
+   what to do about that is the caller's business.
+4. A ready engine that does not answer any more is ended and started again.
+5. Constructors start nothing. ``run()`` is one task of the caller's task group; it ends after
    ``stop()``, or with the cancellation of that group.
 
 State changes are reported through a callback, in order, from the event loop.
@@ -36,10 +38,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    import aiohttp
+
     from polykv_proxy.engine.launch import EngineSpec
 
 _FIRST_POLL_S = 0.05
 _LAST_POLL_S = 0.5
+
+_UNREACHABLE_LOOKS = 3
+"""Looks in a row that were refused, its socket gone perhaps, after which a ready engine is ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +106,7 @@ class Supervisor:
         self._stopped = asyncio.Event()
         self._stop_deadline_s = spec.stop_deadline_s
         self._starts = 0
+        self._was_ready = False
         self._ready_since: float | None = None
         self._complaint: str | None = None
 
@@ -151,7 +159,8 @@ class Supervisor:
                     break
                 failures = 1 if end.was_steady else failures + 1
                 delay_s = self.spec.backoff.delay_s(failures)
-                self._report(EngineState.DOWN, end.reason, retry_in_s=delay_s)
+                hopeless = not self._was_ready and failures >= self.spec.backoff.quick_failures
+                self._report(EngineState.DOWN, end.reason, retry_in_s=delay_s, hopeless=hopeless)
                 await self._pause(delay_s)
         finally:
             self._report(EngineState.DOWN, "stopped")
@@ -187,7 +196,7 @@ class Supervisor:
         self._report(EngineState.STARTING, pid=child.pid)
         try:
             async with asyncio.TaskGroup() as tasks:
-                health = tasks.create_task(self._await_health(child))
+                health = tasks.create_task(self._look_after(child))
                 asked = tasks.create_task(self._end_when_asked(child))
                 code = await child.wait()
                 health.cancel()
@@ -229,10 +238,17 @@ class Supervisor:
         self._starts += 1
         return _Child(process)
 
-    async def _await_health(self, child: _Child) -> None:
-        """Report loading and ready; end an engine that takes too long."""
+    async def _look_after(self, child: _Child) -> None:
+        """Report loading and ready; end an engine that takes too long, or that is lost."""
+        async with open_session(self.address) as session:
+            if await self._await_health(session, child):
+                await self._watch(session)
+            await child.end(self.spec.stop_deadline_s)
+
+    async def _await_health(self, session: aiohttp.ClientSession, child: _Child) -> bool:
+        """Wait until the engine is ready; False if that takes too long."""
         try:
-            async with asyncio.timeout(self.spec.ready_timeout_s), open_session(self.address) as session:
+            async with asyncio.timeout(self.spec.ready_timeout_s):
                 wait_s = _FIRST_POLL_S
                 while (state := (await probe(session, self.address)).state) is not EngineState.READY:
                     if state is EngineState.LOADING and self.status.state is EngineState.STARTING:
@@ -241,11 +257,32 @@ class Supervisor:
                     wait_s = min(_LAST_POLL_S, wait_s * 1.5)
         except TimeoutError:
             self._complaint = f"not ready within {self.spec.ready_timeout_s:g} s"
-            await child.end(self.spec.stop_deadline_s)
-            return
+            return False
         if not self._stop_asked.is_set():
             self._ready_since = asyncio.get_running_loop().time()
+            self._was_ready = True
             self._report(EngineState.READY, pid=child.pid)
+        return True
+
+    async def _watch(self, session: aiohttp.ClientSession) -> None:
+        """Returns when the ready engine is lost: silent for too long, or not to be reached.
+
+        It answers beside a running decode, but its few HTTP threads may all be taken for a while.
+        """
+        loop = asyncio.get_running_loop()
+        answered, refused = loop.time(), 0
+        while True:
+            await asyncio.sleep(self.spec.watch_s)
+            seen = await probe(session, self.address)
+            if seen.state is not EngineState.DOWN:
+                answered, refused = loop.time(), 0
+                continue
+            refused = 0 if seen.silent else refused + 1
+            silent_s = loop.time() - answered
+            hung = bool(self.spec.hang_timeout_s) and silent_s >= self.spec.hang_timeout_s
+            if hung or refused >= _UNREACHABLE_LOOKS:
+                self._complaint = f"not answering for {silent_s:.0f} s: {seen.reason}"
+                return
 
     async def _end_when_asked(self, child: _Child) -> None:
         await self._stop_asked.wait()
@@ -274,10 +311,16 @@ class Supervisor:
         *,
         pid: int | None = None,
         retry_in_s: float | None = None,
+        hopeless: bool = False,
     ) -> None:
         restarts = max(0, self._starts - 1)
         self.status = EngineStatus(
-            state=state, reason=reason, pid=pid, restarts=restarts, retry_in_s=retry_in_s
+            state=state,
+            reason=reason,
+            pid=pid,
+            restarts=restarts,
+            retry_in_s=retry_in_s,
+            hopeless=hopeless,
         )
         self._on_state(self.status)
 

@@ -195,7 +195,7 @@ async def run_proxy(args) -> None:
     )
     configure_logging(settings.log.model_copy(update={"level": "warning"}))
     async with Proxy(settings) as proxy:
-        await proxy.runtime.serving.wait()
+        await proxy.fleet.first.runtime.serving.wait()
         await asyncio.Event().wait()
 
 

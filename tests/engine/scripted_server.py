@@ -6,6 +6,7 @@ Files (in the folder named by the variable SCRIPT_DIR, read when they matter, wr
     boot_error     printed and followed by exit status 1, instead of listening
     hold           while it exists, /health answers 503
     health_status  the status /health answers once loaded, instead of 200
+    hang           while it exists, nothing is answered
     ignore_term    SIGTERM is counted but not obeyed
     speak          bytes written to standard output when ready
 
@@ -17,6 +18,7 @@ import signal
 import socketserver
 import sys
 import threading
+import time
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
@@ -43,6 +45,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self):
         """Any GET is /health."""
+        while (SCRIPT / "hang").exists():
+            time.sleep(0.01)
         status = SCRIPT / "health_status"
         code = 503 if (SCRIPT / "hold").exists() else int(status.read_text()) if status.exists() else 200
         body = b'{"status":"ok"}'

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from polykv_proxy.engine import health
 from polykv_proxy.engine.filelock import try_lock
 from polykv_proxy.engine.launch import EngineSpec
 from polykv_proxy.engine.record import EngineRecord
@@ -333,3 +334,56 @@ async def test_stop_before_run_makes_run_return(case):
     await supervisor.stop(LONG_S)
     await supervisor.run()
     assert case.lines("starts") == []
+
+
+async def test_an_engine_that_hangs_is_started_again(case, monkeypatch):
+    """It is ready, its process lives, but it answers nobody."""
+    monkeypatch.setattr(health, "PROBE_TIMEOUT_S", 0.05)
+    async with case.running(hang_timeout_s=0.2, watch_s=0.01):
+        await case.log.until(EngineState.READY)
+        case.put("hang")
+        down = await case.log.until(EngineState.DOWN)
+        assert "not answering for" in down.reason
+        assert "no answer within" in down.reason
+        (case.script / "hang").unlink()
+        await case.log.until(EngineState.READY, count=2)
+    assert len(case.lines("starts")) == 2
+
+
+async def test_an_engine_may_be_silent_for_a_while(case, monkeypatch):
+    """All its HTTP threads may be taken; 0 means that it may be silent for ever."""
+    monkeypatch.setattr(health, "PROBE_TIMEOUT_S", 0.02)
+    async with case.running(hang_timeout_s=0.0, watch_s=0.01):
+        await case.log.until(EngineState.READY)
+        case.put("hang")
+        await asyncio.sleep(0.3)
+        (case.script / "hang").unlink()
+        assert case.log.all[-1].state is EngineState.READY
+    assert len(case.lines("starts")) == 1
+
+
+async def test_an_engine_whose_socket_is_gone_is_started_again(case):
+    """Nobody will ever reach that process."""
+    async with case.running(hang_timeout_s=0.0, watch_s=0.01):
+        await case.log.until(EngineState.READY)
+        case.spec.socket.unlink()
+        down = await case.log.until(EngineState.DOWN)
+        assert "cannot be reached" in down.reason
+        await case.log.until(EngineState.READY, count=2)
+
+
+async def test_an_engine_that_was_never_ready_is_hopeless_after_some_failures(case):
+    """And goes on being tried; one that was ready once never is."""
+    case.put("boot_error", "error: invalid argument: --nonsense")
+    async with case.running():
+        async with asyncio.timeout(LONG_S):
+            while not case.log.all or not case.log.all[-1].hopeless:
+                await asyncio.sleep(0.01)
+        assert len([each for each in case.log.all if each.state is EngineState.DOWN]) == 3
+        assert "invalid argument: --nonsense" in case.log.all[-1].reason
+        (case.script / "boot_error").unlink()
+        await case.log.until(EngineState.READY)
+        case.put("boot_error", "error: gone")
+        os.kill(int(case.lines("starts")[-1]), signal.SIGKILL)
+        await case.log.until(EngineState.DOWN, count=8)
+        assert not case.log.all[-1].hopeless
