@@ -115,14 +115,14 @@ class Fleet:
 
         Raises:
             BadRequestError: there is no engine of that name.
-            DisabledError, UnavailableError: pools do not work there; see ``Pools.require``.
+            DisabledError, UnavailableError: pools do not work there; see ``PoolPlanner.require``.
         """
         if name is not None:
             chosen = self.named(name)
         else:
             alike = [each for each in self.like(self.first) if each.has_pools] or [self.first]
             chosen = max(alike, key=lambda each: each.plane.tree.max_pools - each.plane.tree.sequences_used)
-        chosen.plane.require_pools()
+        chosen.plane.pools.require()
         return chosen
 
     def like(self, engine: Engine) -> list[Engine]:
@@ -133,7 +133,7 @@ class Fleet:
     def find_pool(self, pool_id: PoolId, scope: Scope | None) -> tuple[Engine, PrefixPool] | None:
         """A pool and its engine, as seen from a scope (None: an administrator, who sees all)."""
         for engine in self:
-            if (pool := engine.plane.find_pool(pool_id, scope)) is not None:
+            if (pool := engine.plane.pools.find(pool_id, scope)) is not None:
                 return engine, pool
         return None
 
@@ -157,7 +157,7 @@ class Fleet:
             DisabledError, UnavailableError: see there.
         """
         if not any(engine.has_pools for engine in self):
-            self.first.plane.require_pools()
+            self.first.plane.pools.require()
 
     def of_session(self, session_id: SessionId, scope: Scope | None) -> Engine:
         """The engine that knows a session, best the one that still holds it; else the first."""

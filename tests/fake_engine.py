@@ -29,7 +29,7 @@ from aiohttp import web
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-Fault = Literal["die_before_head", "die_mid_stream", "error"]
+Fault = Literal["die_before_head", "die_in_prompt", "die_mid_stream", "error"]
 
 _CREATED = 1_760_000_000
 _GENERATING = (
@@ -55,8 +55,9 @@ class Script:
         token_delay_s: pause before each token but the first.
         prompt_n: prompt tokens that the timings report as computed.
         cache_n: prompt tokens that the timings report as cached.
-        fault: ``die_before_head`` closes the connection after the prefill, ``die_mid_stream`` after half of
-            the tokens, ``error`` answers ``status`` with ``error_body``.
+        fault: ``die_before_head`` closes the connection after the prefill, ``die_in_prompt`` within it (only
+            ``FakePolykv`` has one), ``die_mid_stream`` after half of the tokens, ``error`` answers ``status``
+            with ``error_body``.
         status: for the fault ``error``.
         error_body: for the fault ``error``.
         headers: added to the answer.

@@ -64,7 +64,7 @@ async def test_pools_are_refused_only_where_no_engine_has_them(proxies):
         rig.fleet.require_pools()
     with pytest.raises(DisabledError):
         rig.fleet.with_pools("engine-1")
-    rig.fleet[1].plane.facts = None
+    rig.fleet[1].plane._engine.facts = None
     with pytest.raises(UnavailableError):
         rig.fleet.with_pools("engine-1")
 

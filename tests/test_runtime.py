@@ -61,7 +61,7 @@ async def test_the_same_epoch_is_tested_once(rig):
     rig.down()
     await rig.up()
     assert len([request for request in rig.engine.requests if "/pools/" in request.path]) == orders
-    assert rig.runtime.plane.find_pool(made["pool_id"], SCOPE).resident
+    assert rig.runtime.plane.pools.find(made["pool_id"], SCOPE).resident
 
 
 @pytest.mark.parametrize("busy", [False, True])
@@ -129,7 +129,7 @@ async def test_a_restart_that_nobody_reported_is_noticed(rig):
     await until(rig.runtime.serving.is_set)
     assert one.ended
     assert rig.idle == 2
-    assert rig.runtime.plane.find_pool(made["pool_id"], SCOPE).state is PoolState.LOST
+    assert rig.runtime.plane.pools.find(made["pool_id"], SCOPE).state is PoolState.LOST
 
 
 # -- waiting ----------------------------------------------------------------------------------------------

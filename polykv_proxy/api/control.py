@@ -124,7 +124,7 @@ class ControlApi:
         tokens, full = await self._prefix(wanted, engine)
         tokens, scope = _capped(tokens, wanted), self._scope(request)
         # where this content is already, it stays
-        known = self._fleet.find_pool(engine.plane.pool_id_of(tokens, scope), scope)
+        known = self._fleet.find_pool(engine.plane.pools.id_of(tokens, scope), scope)
         engine = engine if known is None else known[0]
         pool, created, work = await engine.pooling.create(tokens, scope, label=wanted.label, pin=wanted.pin)
         return self._created(engine, pool, created, work, full)
@@ -141,7 +141,7 @@ class ControlApi:
         tokens, full = await self._prefix(wanted, engine)
         tokens = _capped(tokens, wanted)
         try:
-            branch_pos = engine.plane.branch_point(parent, tokens, wanted.branch_pos)
+            branch_pos = engine.plane.pools.branch_point(parent, tokens, wanted.branch_pos)
         except PrefixMismatchError as error:
             await self._spell_out(error, engine)
             raise
@@ -170,7 +170,7 @@ class ControlApi:
         if wanted.engine not in (None, engine.name):
             raise BadRequestError(f"the session is on {engine.name}", param="engine")
         assert wanted.from_session is not None
-        engine.plane.require_pools()
+        engine.plane.pools.require()
         pool, created = await engine.pooling.snapshot_session(
             SessionId(wanted.from_session),
             self._sees(request),
@@ -340,7 +340,7 @@ class ControlApi:
         wanted = await _read(request, PoolRequest)
         engine = self._fleet.with_pools(wanted.engine)
         tokens, full = await self._prefix(wanted, engine)
-        pool_id = engine.plane.pool_id_of(tokens, self._scope(request))
+        pool_id = engine.plane.pools.id_of(tokens, self._scope(request))
         return _json(
             {
                 "tokens": list(tokens),

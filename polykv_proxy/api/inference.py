@@ -153,7 +153,7 @@ class Inference:
         plane = self._runtime.plane
         if not plane.serving:
             await work.hold.until(self._serving, self._waited_too_long)
-        pool = plane.find_pool(pool_id, work.scope)
+        pool = plane.pools.find(pool_id, work.scope)
         if pool is None and plane.tree.get(pool_id) is not None:
             log.info("pool_of_another_key", pool_id=pool_id)
         if pool is not None and pool.comes_back:
@@ -166,7 +166,7 @@ class Inference:
             work.tokens = await self.tokens(work.family, work.asked)
         if (tokens := work.tokens) is None:
             return
-        work.plan = plane.plan_attach(
+        work.plan = plane.pools.plan_attach(
             pool,
             tokens,
             cap=work.asked.shared_prefix_tokens,
@@ -192,7 +192,7 @@ class Inference:
         if tokens is None or len(tokens) < plane.policy.min_match_tokens:
             return
         for _ in range(MAX_LOOKS):
-            found = plane.match(tokens, work.scope, now_ts=self._runtime.now_ts())
+            found = plane.pools.match(tokens, work.scope, now_ts=self._runtime.now_ts())
             leader = plane.shareable(tokens, lease, 0 if found is None else found.matched)
             if leader is None:
                 break
@@ -200,7 +200,7 @@ class Inference:
             going = self._runtime.background(self._pooling.share_from(slot, common))
             if not (await work.hold.until(_patience(going), self._waited_too_long))[0]:
                 break  # 2: it was not to be
-        work.plan = plane.match(tokens, work.scope, now_ts=self._runtime.now_ts())  # 3
+        work.plan = plane.pools.match(tokens, work.scope, now_ts=self._runtime.now_ts())  # 3
 
     def may_match(self, family: Family, asked: Asked) -> bool:
         """Whether a request that names no pool may find one."""
@@ -229,7 +229,7 @@ class Inference:
         if work.plan is None:
             return
         pool = work.plan.pool
-        if not pool.resident or self._runtime.plane.find_pool(pool.pool_id, work.scope) is not pool:
+        if not pool.resident or self._runtime.plane.pools.find(pool.pool_id, work.scope) is not pool:
             # its number may be another pool's by now
             work.plan, work.pool_unknown = None, work.asked.pool_id is not None
 
@@ -344,7 +344,7 @@ class Inference:
         if result.completed and not reader.writes:
             reader.finish()  # a mere observer is not told of the end
         cached = reader.usage.cached_tokens
-        if self._runtime.plane.on_attached(work.plan, work.lease.session, cached):
+        if self._runtime.plane.pools.on_attached(work.plan, work.lease.session, cached):
             log.warning(
                 "attach_shortfall",
                 pool_id=work.plan.pool.pool_id,

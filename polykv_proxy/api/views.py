@@ -163,7 +163,7 @@ def properties(plane: ControlPlane) -> dict[str, Any]:
         "max_pools": None if plane.facts is None else plane.facts.max_pools,
         "kv_cells_total": None if plane.facts is None else plane.facts.cells,
         "kv_bytes_per_cell": None if plane.facts is None else plane.facts.bytes_per_cell or None,
-        "attach_shortfall_total": plane.shortfalls,
+        "attach_shortfall_total": plane.pools.shortfalls,
     }
 
 

@@ -1,5 +1,7 @@
 """The control plane of one engine: the one stateful object of the core.
 
+The engine's life and its requests are here; what becomes of pools is the planner's, under ``pools``.
+
 Rule 1: every method is synchronous and returns what should happen; nothing here happens by itself.
 Rule 2: a request is sent only to slots that are known to be idle, so the engine never queues.
 Rule 3: those who wait are served in order of arrival. A request that cannot be placed holds back those
@@ -27,39 +29,18 @@ from polykv_proxy.core.decisions import (
     Ticket,
     WakeQueued,
 )
-from polykv_proxy.core.pools import PoolTree, PrefixPool, pool_id_of
+from polykv_proxy.core.planner import KnownEngine, PoolPlanner
 from polykv_proxy.core.sessions import SessionBook
 from polykv_proxy.core.slots import Ask, Content, Placement, SlotBoard
-from polykv_proxy.core.types import (
-    Capability,
-    LeaseId,
-    PoolOrigin,
-    PoolState,
-    SessionId,
-)
-from polykv_proxy.errors import (
-    BadRequestError,
-    DisabledError,
-    NotFoundError,
-    PrefixMismatchError,
-    SessionNotResidentError,
-    UnavailableError,
-)
+from polykv_proxy.core.types import Capability, LeaseId
+from polykv_proxy.errors import NotFoundError, SessionNotResidentError
 
 if TYPE_CHECKING:
     from polykv_proxy.core.accounting import Ownership
+    from polykv_proxy.core.pools import PoolTree
     from polykv_proxy.core.sessions import Session
     from polykv_proxy.core.slots import Slot
-    from polykv_proxy.core.types import (
-        EngineFacts,
-        EngineSample,
-        PoolId,
-        PoolNumber,
-        PoolUid,
-        Scope,
-        SlotSample,
-        Tokens,
-    )
+    from polykv_proxy.core.types import EngineFacts, EngineSample, Scope, SessionId, Tokens
 
 
 class ControlPlane:
@@ -74,16 +55,11 @@ class ControlPlane:
     def __init__(self, *, max_waiting: int, policy: PoolPolicy | None = None, number: int = 0) -> None:
         self._max_waiting = max_waiting
         self._policy = policy or PoolPolicy()
-        self.facts: EngineFacts | None = None
-        self.capability = Capability.RELAY
-        self.capability_reason: str | None = "the engine is not ready yet"
-        self.model_identity = ""
-        self.tree = PoolTree(0)
+        self._engine = KnownEngine()
+        self.pools = PoolPlanner(self._engine, self._policy)
         self.board = SlotBoard(0)
         self.sample: EngineSample | None = None
         self.ownership: Ownership | None = None
-        self.shortfalls = 0
-        """Attached requests that reused less than was planned."""
         self._serving = False
         self._waiting: OrderedDict[int, Ticket] = OrderedDict()
         self.sessions = SessionBook(f"auto-{number}-" if number else "auto-")
@@ -96,6 +72,31 @@ class ControlPlane:
     def policy(self) -> PoolPolicy:
         """What happens without being asked for."""
         return self._policy
+
+    @property
+    def facts(self) -> EngineFacts | None:
+        """Static facts of the engine's load; None before the first."""
+        return self._engine.facts
+
+    @property
+    def capability(self) -> Capability:
+        """What was seen to work."""
+        return self._engine.capability
+
+    @property
+    def capability_reason(self) -> str | None:
+        """Why not more, if not."""
+        return self._engine.reason
+
+    @property
+    def model_identity(self) -> str:
+        """Digest of everything that changes KV bytes; empty before the first engine."""
+        return self._engine.model_identity
+
+    @property
+    def tree(self) -> PoolTree:
+        """All pools of the engine."""
+        return self.pools.tree
 
     @property
     def serving(self) -> bool:
@@ -120,9 +121,8 @@ class ControlPlane:
             now: monotonic seconds.
         """
         if self.facts != facts:  # not by the epoch alone: an engine without the patch has none
-            self._forget_residency(facts, same_model=model_identity == self.model_identity)
-        self.facts, self.capability, self.capability_reason = facts, capability, reason
-        self.model_identity = model_identity
+            self._forget_residency(facts, same_model=model_identity == self._engine.model_identity)
+        self._engine.meet(facts, capability, reason, model_identity)
         self._serving = True
         return self._serve_waiting(now)
 
@@ -131,10 +131,7 @@ class ControlPlane:
         self._serving = False
 
     def _forget_residency(self, facts: EngineFacts, *, same_model: bool) -> None:
-        if not same_model:
-            self.tree = PoolTree(facts.max_pools)  # other KV bytes: the old ids can never be valid again
-        self.tree.max_pools = facts.max_pools
-        self.tree.lose_all()
+        self.pools.lose_all(facts.max_pools, same_model=same_model)
         for session in self.sessions:
             session.slot = None
         for lease in self._running.values():
@@ -271,137 +268,10 @@ class ControlPlane:
         self.sessions.touch(session, now)
         return session
 
-    # -- pools -------------------------------------------------------------------------------------------
-
-    def require_pools(self) -> None:
-        """Raise unless pools work.
-
-        Raises:
-            UnavailableError: the engine is not ready; nobody can tell yet.
-            DisabledError: they do not; the message says why.
-        """
-        if self.facts is None:
-            raise UnavailableError("the engine is not ready yet", code="engine_loading", retry_after_s=2)
-        if self.capability is not Capability.ZERO_COPY:
-            raise DisabledError(f"pools are off: {self.capability_reason}")
-
-    def pool_id_of(self, tokens: Tokens, scope: Scope) -> PoolId:
-        """The id that this content has on this engine."""
-        return pool_id_of(tokens, model=self.model_identity, adapters="", scope=scope)
-
-    def find_pool(self, pool_id: PoolId, scope: Scope | None) -> PrefixPool | None:
-        """A pool by id, as seen from a scope (None: an administrator, who sees all)."""
-        pool = self.tree.get(pool_id)
-        return pool if pool is not None and scope in (None, pool.scope) else None
-
-    def need_pool(self, pool_id: PoolId, scope: Scope | None) -> PrefixPool:
-        """Like ``find_pool``.
-
-        Raises:
-            NotFoundError: there is none, or it is another key's.
-        """
-        pool = self.find_pool(pool_id, scope)
-        if pool is None:
-            raise NotFoundError(f"pool {pool_id} does not exist", code="pool_not_found", param="pool_id")
-        return pool
-
-    def begin_pool(  # noqa: PLR0913 - the facts of a pool
-        self,
-        tokens: Tokens,
-        scope: Scope,
-        *,
-        label: str | None,
-        pin: bool,
-        now_ts: float,
-        origin: PoolOrigin = PoolOrigin.EXPLICIT,
-        parent: PrefixPool | None = None,
-        branch_pos: int = 0,
-    ) -> tuple[PrefixPool, bool]:
-        """Enter a pool for this content; returns it and whether it has to be computed.
-
-        One code path for all three edges: a root (no parent), an extension (D = the parent's length) and a
-        branch (D below it). A pool of the same content that is there already stays where it is in the tree.
-
-        Raises:
-            BadRequestError: it can never fit.
-            PoolCapacityError: no sequence id is free.
-            DisabledError, UnavailableError: see ``require_pools``.
-        """
-        self.require_pools()
-        self._check_length(tokens)
-        pool_id = self.pool_id_of(tokens, scope)
-        pool = self.tree.get(pool_id)
-        if pool is not None and pool.occupies_sequence:
-            _ask_again(pool, origin, label=label, pin=pin, now_ts=now_ts)
-            return pool, False
-        if pool is not None and pool.state is PoolState.EVICTED and parent is None:
-            parent, branch_pos = pool.parent, pool.branch_pos  # back to its place
-        pool = self.tree.add(
-            pool_id,
-            tokens,
-            scope=scope,
-            origin=origin,
-            now_ts=now_ts,
-            label=label,
-            pinned=pin,
-            parent=parent,
-            branch_pos=branch_pos,
-        )
-        return pool, True
-
-    def _check_length(self, tokens: Tokens) -> None:
-        assert self.facts is not None
-        limit = min(self.facts.ctx_tokens, self.facts.cells)
-        if len(tokens) >= limit:
-            raise BadRequestError(
-                f"a prefix of {len(tokens)} tokens does not fit the context of {limit} tokens",
-                code="pool_too_long",
-                prefix_len=len(tokens),
-                ctx_size=limit,
-            )
-
-    def branch_point(self, parent: PrefixPool, tokens: Tokens, branch_pos: int | None) -> int:
-        """D of a child with these tokens.
-
-        1. Nothing in common: the tokens are no continuation, and never silently become a root.
-        2. No D asked for: as much as agrees, at most the parent's length.
-        3. D asked for: [0, D) must agree, token for token.
-
-        Args:
-            parent: the pool to fork.
-            tokens: the child's full prefix [0, L).
-            branch_pos: the D that was asked for.
-
-        Raises:
-            BadRequestError: D beyond the parent's or the child's end.
-            PrefixMismatchError: the contract does not hold; says where.
-        """
-        common = parent.match(tokens)
-        both = min(parent.prefix_len, len(tokens))
-        if branch_pos is not None and not 0 < branch_pos <= both:
-            raise BadRequestError(
-                f"branch_pos must be between 1 and {both}, the length of the shorter of the two",
-                param="branch_pos",
-                parent_len=parent.prefix_len,
-            )
-        if common == 0 or (branch_pos is not None and common < branch_pos):
-            suffix_only = common == 0
-            raise PrefixMismatchError(
-                f"the parent and these tokens have nothing in common; pass the child's full prefix, "
-                f"beginning with the parent's {parent.prefix_len} tokens, not only what is new"
-                if suffix_only
-                else f"[0, {branch_pos}) must be the parent's, but token {common} differs",
-                first_mismatch=common,
-                expected_token=parent.tokens[common] if common < parent.prefix_len else None,
-                got_token=tokens[common] if common < len(tokens) else None,
-                parent_len=parent.prefix_len,
-                suffix_only=suffix_only,
-                next_moves={
-                    "re_root": "create a pool of its own from the same tokens: POST /polykv/pools",
-                    "full_prefill": "send the request without a pool",
-                },
-            )
-        return common if branch_pos is None else branch_pos
+    def on_prompt(self, lease: Lease, tokens: Tokens) -> None:
+        """The exact tokens of a request that is about to run."""
+        if not lease.ended:
+            self.board.slots[lease.slots[0]].tokens = tokens
 
     def resident_slot(self, session_id: SessionId, scope: Scope | None) -> Slot:
         """The slot that holds a session now.
@@ -421,136 +291,6 @@ class ControlPlane:
             )
         return self.board.slots[session.slot]
 
-    def snapshot_parent(self, held: SlotSample, asked: PrefixPool | None) -> PrefixPool | None:
-        """The pool, perhaps a ghost, below which a snapshot of a slot belongs.
-
-        1. The slot shares nothing: below the one that was asked for, if it is resident.
-        2. It shares with a pool below the one that was asked for: there is where the cells are.
-        3. The one that was asked for agrees with all that is shared: its cells take their place.
-        4. It does not: the cells decide.
-        """
-        node = self.tree.node(held.pool_uid) if held.shared_tokens else None
-        if asked is None or not asked.resident:
-            return node
-        if node is None:
-            return asked  # 1
-        if not node.is_below(asked) and asked.match(node.tokens) >= held.shared_tokens:
-            return asked  # 3
-        return node  # 2, 4
-
-    def adopt_snapshot(  # noqa: PLR0913 - the facts of a pool
-        self,
-        number: PoolNumber,
-        uid: PoolUid,
-        tokens: Tokens,
-        scope: Scope,
-        *,
-        origin: PoolOrigin,
-        label: str | None,
-        pin: bool,
-        now_ts: float,
-        parent: PrefixPool | None,
-        branch_pos: int,
-    ) -> tuple[PrefixPool, bool]:
-        """Enter what the engine just snapshot under a reserved number.
-
-        Returns the pool of that content, and whether the number is in use now: if the content had a pool
-        already, the snapshot is superfluous and has to be given back, and its slot lives on its ghost.
-        """
-        pool_id = self.pool_id_of(tokens, scope)
-        pool = self.tree.get(pool_id)
-        if pool is not None and pool.occupies_sequence:
-            _ask_again(pool, origin, label=label, pin=pin, now_ts=now_ts)
-            self.reject_snapshot(number, uid, tokens, scope, parent=parent, branch_pos=branch_pos)
-            return pool, False
-        pool = self.tree.add(
-            pool_id,
-            tokens,
-            scope=scope,
-            origin=origin,
-            now_ts=now_ts,
-            label=label,
-            pinned=pin,
-            parent=parent,
-            branch_pos=branch_pos,
-            number=number,
-        )
-        self.tree.ready(pool, uid)
-        return pool, True
-
-    def reject_snapshot(  # noqa: PLR0913 - the facts of a pool
-        self,
-        number: PoolNumber,
-        uid: PoolUid,
-        tokens: Tokens,
-        scope: Scope,
-        *,
-        parent: PrefixPool | None,
-        branch_pos: int,
-    ) -> None:
-        """Nobody is to have what the engine snapshot; its slot shares the cells with it all the same."""
-        pool_id = self.pool_id_of(tokens, scope)
-        self.tree.add_ghost(
-            pool_id, tokens, scope=scope, number=number, uid=uid, parent=parent, branch_pos=branch_pos
-        )
-
-    def on_pool_ready(self, pool: PrefixPool, uid: PoolUid) -> None:
-        """The engine computed it."""
-        if self.is_awaited(pool):
-            self.tree.ready(pool, uid)
-
-    def is_awaited(self, pool: PrefixPool) -> bool:
-        """Whether it still has to be computed: the engine may have been restarted since it was entered."""
-        return pool.state is PoolState.MATERIALIZING and self.tree.get(pool.pool_id) is pool
-
-    def on_pool_failed(self, pool: PrefixPool, *, retire: bool = False) -> None:
-        """The engine could not compute it, or nobody wants it any more.
-
-        Args:
-            pool: no effect on one that is resident.
-            retire: the engine may have it all the same; its number stays taken until ``tree.retire``.
-        """
-        if self.is_awaited(pool):
-            self.tree.failed(pool, retire=retire)
-
-    def plan_attach(
-        self, pool: PrefixPool, tokens: Tokens, *, cap: int | None, strict: bool, now_ts: float
-    ) -> AttachPlan | None:
-        """How far a request can ride on a pool; None when there is nothing to attach to.
-
-        Args:
-            pool: the pool that was asked for.
-            tokens: the request's prompt.
-            cap: ``shared_prefix_n_tokens``: attach at most so many.
-            strict: refuse a cap above the match instead of lowering it.
-            now_ts: epoch seconds.
-
-        Raises:
-            BadRequestError: strict, and the cap exceeds the match.
-        """
-        matched = pool.match(tokens)
-        if strict and cap is not None and cap > matched:
-            raise BadRequestError(
-                f"shared_prefix_n_tokens is {cap} but only {matched} leading tokens agree with the pool",
-                code="shared_prefix_too_long",
-                param="shared_prefix_n_tokens",
-                matched_tokens=matched,
-                prefix_len=pool.prefix_len,
-            )
-        if not pool.resident:
-            return None
-        pool.last_access_ts = now_ts
-        return AttachPlan(pool, matched if cap is None else min(cap, matched), matched)
-
-    def match(self, tokens: Tokens, scope: Scope, *, now_ts: float) -> AttachPlan | None:
-        """The pool that holds most of a prompt, if it holds enough to be worth an attach."""
-        found = self.tree.index.match(tokens, scope)
-        if found is None or found[1] < self._policy.min_match_tokens:
-            return None
-        pool, matched = found
-        pool.last_access_ts = now_ts
-        return AttachPlan(pool, matched, matched)
-
     def shareable(self, tokens: Tokens, lease: Lease, matched: int) -> tuple[Slot, int] | None:
         """A slot whose prompt has much more in common with this one than any pool, and how much.
 
@@ -565,38 +305,3 @@ class ControlPlane:
         if found is None or found[1] < max(policy.auto_min_tokens, matched + policy.auto_gain_tokens):
             return None
         return found
-
-    def too_many_automatic(self) -> bool:
-        """Whether pools that come by themselves have taken the share of sequence ids that they may."""
-        count = sum(pool.origin is PoolOrigin.AUTO and pool.occupies_sequence for pool in self.tree)
-        return count >= max(1, int(self.tree.max_pools * self._policy.auto_share))
-
-    def on_prompt(self, lease: Lease, tokens: Tokens) -> None:
-        """The exact tokens of a request that is about to run."""
-        if not lease.ended:
-            self.board.slots[lease.slots[0]].tokens = tokens
-
-    def on_attached(self, plan: AttachPlan, session: Session | None, cached_tokens: int | None) -> bool:
-        """An attached request's answer proves itself; returns whether it fell short of the plan.
-
-        Args:
-            plan: what was intended.
-            session: whose request it was.
-            cached_tokens: prompt tokens that the engine says it did not compute; None if it did not say.
-        """
-        plan.pool.hits += plan.tokens > 0
-        if session is not None:
-            session.pool = plan.pool.pool_id if plan.tokens else None
-        # the engine always computes the last prompt token, so a whole match may show one token less
-        short = cached_tokens is not None and cached_tokens < plan.tokens - 1
-        self.shortfalls += short
-        return short
-
-
-def _ask_again(pool: PrefixPool, origin: PoolOrigin, *, label: str | None, pin: bool, now_ts: float) -> None:
-    """Somebody wants a pool that is there: what is asked for is added, nothing is taken away."""
-    pool.pinned = pool.pinned or pin
-    pool.label = label if label is not None else pool.label
-    pool.last_access_ts = now_ts
-    if pool.origin is PoolOrigin.AUTO:
-        pool.origin = origin

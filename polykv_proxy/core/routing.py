@@ -113,7 +113,7 @@ def prospect(  # noqa: PLR0913 - what a request brings along
         tokens: its prompt, where that is known.
         scene: whether it begins like those that went there before.
     """
-    pool = None if pool_id is None else plane.find_pool(pool_id, ask.scope)
+    pool = None if pool_id is None else plane.pools.find(pool_id, ask.scope)
     found = None if tokens is None else plane.tree.index.match(tokens, ask.scope)
     return Prospect(
         serving=plane.serving,

@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from api.rig import CHAT, SYSTEM, chat, until
-from polykv_proxy import pooling
 from polykv_proxy.core.types import PoolOrigin, PoolState
+from polykv_proxy.pooling import room
 
 POOL = {"messages": [{"role": "system", "content": SYSTEM}]}
 TOKENS = {"tokens": list(range(1, 41))}
@@ -132,9 +132,9 @@ async def test_those_who_ask_for_the_same_pool_share_its_computation(rig):
     rig.engine.pool_gate.clear()
     tasks = [rig.start("/polykv/pools", POOL) for _ in range(3)]
     await until(lambda: rig.engine.running == 1)
-    await until(lambda: sum(job.waiters for job in rig.pooling._jobs.values()) == 3)
+    await until(lambda: rig.pooling.materializer.waiting == 3)
     tasks.pop(0).cancel()
-    await until(lambda: sum(job.waiters for job in rig.pooling._jobs.values()) == 2)
+    await until(lambda: rig.pooling.materializer.waiting == 2)
     rig.engine.pool_gate.set()
     answers = await asyncio.gather(*tasks)
     assert {answer.json["pool_id"] for answer in answers} == {next(iter(rig.runtime.plane.tree)).pool_id}
@@ -217,7 +217,7 @@ async def test_pins_are_idempotent(rig):
     for verb, pinned in (("pin", True), ("pin", True), ("unpin", False), ("unpin", False)):
         answer = await rig.ask(f"/polykv/pools/{made['pool_id']}/{verb}", {})
         assert answer.json == {"pool_id": made["pool_id"], "pinned": pinned}
-        assert rig.runtime.plane.find_pool(made["pool_id"], "").pinned is pinned
+        assert rig.runtime.plane.pools.find(made["pool_id"], "").pinned is pinned
 
 
 async def test_release_is_idempotent(rig):
@@ -543,15 +543,15 @@ async def test_a_child_that_is_needed_brings_its_parents_back(proxies):
 
 async def test_an_explicit_pool_makes_room_among_automatic_ones_only(rig, monkeypatch):
     """Idle and unpinned ones go, least valuable first; nothing that somebody asked for does."""
-    monkeypatch.setattr(pooling, "GRACE_S", 0.0)
+    monkeypatch.setattr(room, "GRACE_S", 0.0)
     made = [await rig.pool({"tokens": ids((number, 40))}) for number in (1, 2)]
-    one, two = (rig.runtime.plane.find_pool(each["pool_id"], "") for each in made)
+    one, two = (rig.runtime.plane.pools.find(each["pool_id"], "") for each in made)
     three = {"tokens": ids((3, 40))}
     assert (await rig.ask("/polykv/pools", three)).status == 409  # both explicit
     one.origin = two.origin = PoolOrigin.AUTO
     two.pinned = True
     assert (await rig.ask("/polykv/pools", three)).status == 201
-    assert rig.runtime.plane.find_pool(one.pool_id, "").state is PoolState.EVICTED
+    assert rig.runtime.plane.pools.find(one.pool_id, "").state is PoolState.EVICTED
     assert two.resident
     assert (await rig.ask("/polykv/pools", {"tokens": ids((4, 40))})).status == 409
     # who asks for an automatic pool keeps it from going silently

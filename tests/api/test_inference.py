@@ -7,8 +7,8 @@ import pytest
 from fake_engine import Script
 
 from api.rig import CHAT, SYSTEM, chat, until
-from polykv_proxy import pooling
 from polykv_proxy.core.types import PoolOrigin
+from polykv_proxy.pooling import room, share
 
 PROMPT = "Once upon a time there was a proxy. " * 3
 
@@ -138,11 +138,11 @@ async def test_no_block_where_none_is_wanted(rig):
     answer = await rig.ask(CHAT, body)
     assert "opencoti" not in answer.json
     assert answer.headers["x-pool-id"] == pool_id
-    pool = rig.runtime.plane.find_pool(pool_id, "")
-    assert (pool.hits, rig.runtime.plane.shortfalls) == (1, 0)
+    pool = rig.runtime.plane.pools.find(pool_id, "")
+    assert (pool.hits, rig.runtime.plane.pools.shortfalls) == (1, 0)
     rig.engine.pools[0].tokens[10] = -5  # now the engine shares less than was planned
     await rig.ask(CHAT, body)
-    assert rig.runtime.plane.shortfalls == 1
+    assert rig.runtime.plane.pools.shortfalls == 1
 
 
 async def test_an_unknown_pool_is_no_error(rig):
@@ -463,7 +463,7 @@ async def following(rig, *bodies):
     """Requests that look at what the leader computes."""
     tasks = [rig.start("/completion", body) for body in bodies or FOLLOWERS]
     await until(lambda: rig.idle == 2 - len(tasks))
-    await until(lambda: rig.pooling._sharing)
+    await until(lambda: rig.pooling.sharing.waiting)
     return tasks
 
 
@@ -570,7 +570,7 @@ async def test_automatic_pools_take_no_more_than_their_share(proxies, monkeypatc
             body = text(prompt=letter * 300 + end * 30, session_id=letter + end)
             assert (await rig.ask("/completion", body)).status == 200
     assert [pool.origin for pool in rig.runtime.plane.tree] == [PoolOrigin.AUTO]
-    monkeypatch.setattr(pooling, "GRACE_S", 0.0)
+    monkeypatch.setattr(room, "GRACE_S", 0.0)
     answer = await rig.ask("/completion", text(prompt="b" * 300 + "3" * 30))
     assert answer.headers["x-cached-prefix-tokens"] == "300"
     assert [pool.state.value for pool in rig.runtime.plane.tree] == ["evicted", "resident"]
@@ -613,7 +613,7 @@ async def test_a_leader_that_fails_holds_nobody_up(proxies):
 
 async def test_a_leader_without_progress_is_not_waited_for(proxies, monkeypatch):
     """After a while its followers run on what there is, although it still holds its slot."""
-    monkeypatch.setattr(pooling, "NO_PROGRESS_S", 0.1)
+    monkeypatch.setattr(share, "NO_PROGRESS_S", 0.1)
     rig, leader = await led(proxies)
     followers = await following(rig)
     await until(lambda: len(rig.engine.work) == 3)
@@ -680,7 +680,7 @@ async def test_an_evicted_pool_comes_back_for_its_request(rig):
     await rig.ask(f"/polykv/pools/{pool_id}/evict", {})
     rig.engine.pool_gate.clear()
     tasks = [rig.start("/completion", text(pool_id=pool_id, session_id=name)) for name in "ab"]
-    await until(lambda: sum(job.waiters for job in rig.pooling._jobs.values()) == 2)
+    await until(lambda: rig.pooling.materializer.waiting == 2)
     rig.engine.pool_gate.set()
     assert [(await task).json["opencoti"]["n_pool_shared"] for task in tasks] == [60, 60]
     assert len(rig.engine.pools) == 1

@@ -38,7 +38,7 @@ def slot(number, tokens, *, shared=0, uid=0):
 def pool(plane, length, uid, *, parent=None, scope=SCOPE):
     """A resident pool."""
     made = plane.tree.add(
-        plane.pool_id_of(as_tokens(range(length)), scope),
+        plane.pools.id_of(as_tokens(range(length)), scope),
         as_tokens(range(length)),
         scope=scope,
         origin=PoolOrigin.EXPLICIT,

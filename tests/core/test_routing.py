@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from polykv_proxy.core import routing
 from polykv_proxy.core.decisions import PoolPolicy
 from polykv_proxy.core.plane import ControlPlane
+from polykv_proxy.core.planner import Wanted
 from polykv_proxy.core.routing import Prospect, Scenes, choose, prospect
 from polykv_proxy.core.slots import Ask, Content
 from polykv_proxy.core.types import (
@@ -117,8 +118,8 @@ def test_a_prospect_is_read_from_the_state():
     """Pool, match, conversation and load; asking changes nothing."""
     engine = plane()
     tokens = as_tokens(range(64))
-    pool, _ = engine.begin_pool(tokens, SCOPE, label=None, pin=False, now_ts=5.0)
-    engine.on_pool_ready(pool, PoolUid(1))
+    pool, _ = engine.pools.enter(tokens, SCOPE, Wanted(), now_ts=5.0)
+    engine.pools.on_ready(pool, PoolUid(1))
     first = engine.on_request(Ask(scope=SCOPE, name="n", chain=(1, 2)), 0.0, now_ts=0.0).lease
     engine.on_finished(first, 1.0, clean=True, content=Content.NEW)
     engine.on_request(Ask(scope=SCOPE, chain=(7, 8)), 2.0, now_ts=2.0)

@@ -1,0 +1,140 @@
+"""Taking pools back: releases and evicts them, and makes room for new ones.
+
+Rule: a sequence id is free again only when the engine is known to hold nothing under it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, TypeVar
+
+import structlog
+
+from polykv_proxy.errors import PolyKVError, PoolCapacityError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from polykv_proxy.core.pools import PrefixPool
+    from polykv_proxy.core.types import PoolNumber
+    from polykv_proxy.runtime import Runtime
+
+log = structlog.get_logger(__name__)
+
+GRACE_S = 60.0
+"""Seconds out of use after which a pool that came by itself may make room."""
+
+RELEASE_RETRY_S = (0.5, 30.0)
+"""First and longest pause between two attempts to release what the engine did not."""
+
+T = TypeVar("T")
+
+
+class Room:
+    """Sequence ids and cells that come back.
+
+    Args:
+        runtime: the engine's control plane at work.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._plane = runtime.plane
+        self._client = runtime.client
+
+    async def release(self, pool: PrefixPool, *, recursive: bool) -> tuple[list[PrefixPool], int]:
+        """Release a pool, with its subtree if asked; returns what went and how many cells were freed.
+
+        Raises:
+            PoolInUseError: children, or it is being computed.
+        """
+        doomed = self._plane.tree.check_release(pool, recursive=recursive)
+        resident = [each for each in doomed if each.resident]
+        for each in doomed:
+            self._plane.tree.release(each)  # no await since the check: the ids go together
+        done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        # a task, because it has to go on to the end when the client that asked for it leaves
+        self._runtime.spawn(self._give_all_back(resident, done))
+        freed = await asyncio.shield(done)
+        log.info("pool_released", pool_id=pool.pool_id, pools=len(doomed), cells_freed=freed)
+        return doomed, freed
+
+    async def evict(self, pool: PrefixPool, *, flush: bool) -> tuple[list[PrefixPool], int]:
+        """Give a pool's cells back, with those of its subtree if asked; ids and tokens stay.
+
+        Raises:
+            PoolInUseError: a pin, resident children, or one is being computed.
+        """
+        doomed = self._plane.tree.check_evict(pool, flush=flush)
+        for each in doomed:
+            self._plane.tree.evict(each)  # no await since the check
+        done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._runtime.spawn(self._give_all_back(doomed, done))
+        freed = await asyncio.shield(done)
+        log.info("pool_evicted", pool_id=pool.pool_id, pools=len(doomed), cells_freed=freed)
+        return doomed, freed
+
+    async def for_one(self, begin: Callable[[], T]) -> T:
+        """Do what needs a sequence id; pools that came by themselves and are out of use make room."""
+        while True:
+            try:
+                return begin()
+            except PoolCapacityError:
+                idle = self._plane.tree.evictable(self._runtime.now_ts(), GRACE_S)
+                if not idle:
+                    raise
+                await self.evict(idle[0], flush=False)
+
+    async def for_automatic(self) -> bool:
+        """Make room within the share of sequence ids that pools may take which come by themselves."""
+        while self._plane.pools.too_many_automatic():
+            idle = self._plane.tree.evictable(self._runtime.now_ts(), GRACE_S)
+            if not idle:
+                return False
+            await self.evict(idle[0], flush=False)
+        return True
+
+    async def give_back(self, number: PoolNumber, epoch: str) -> int:
+        """Free a number, with what the engine has under it; returns the cells that nobody else held.
+
+        Where the engine does not do it now, it is asked again until it does, or is another one: what it
+        may still have under a number must not become somebody else's.
+        """
+        freed = await self._try_to_release(number, epoch)
+        if freed is None:
+            self._runtime.spawn(self._insist(number, epoch))
+        return freed or 0
+
+    async def take_back(self, number: PoolNumber, epoch: str) -> None:
+        """``give_back`` where nobody asks how much came back."""
+        await self.give_back(number, epoch)
+
+    async def _give_all_back(self, pools: list[PrefixPool], done: asyncio.Future[int]) -> None:
+        freed, epoch = 0, self._runtime.epoch
+        try:
+            for pool in pools:
+                freed += await self.give_back(pool.number, epoch)
+        finally:
+            done.set_result(freed)
+
+    async def _insist(self, number: PoolNumber, epoch: str) -> None:
+        pause, longest = RELEASE_RETRY_S
+        while True:
+            await asyncio.sleep(pause)
+            if await self._try_to_release(number, epoch) is not None:
+                return
+            pause = min(2 * pause, longest)
+
+    async def _try_to_release(self, number: PoolNumber, epoch: str) -> int | None:
+        freed = 0
+        if self._runtime.epoch == epoch:
+            if not self._plane.serving:
+                return None  # what answers by now may be another engine, at its self-test
+            try:
+                freed = await self._client.release(number)
+            except PolyKVError as error:
+                log.warning("pool_release_failed", number=number, reason=error.message)
+                return None
+        if self._runtime.epoch == epoch:  # else it may be another's by now
+            self._plane.tree.retire(number)
+        return freed

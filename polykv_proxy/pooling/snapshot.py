@@ -1,0 +1,157 @@
+"""Snapshots: pools of what slots hold already. Nothing is copied or computed."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from typing import TYPE_CHECKING
+
+import structlog
+
+from polykv_proxy.core.planner import Taken, Wanted
+from polykv_proxy.core.types import PoolOrigin, PoolUid, as_tokens
+from polykv_proxy.errors import (
+    ConflictError,
+    EngineGoneError,
+    NotFoundError,
+    PrefixMismatchError,
+    SessionNotResidentError,
+)
+
+if TYPE_CHECKING:
+    from polykv_proxy.core.pools import PrefixPool
+    from polykv_proxy.core.sessions import Session
+    from polykv_proxy.core.slots import Slot
+    from polykv_proxy.core.types import Scope, SessionId, Tokens
+    from polykv_proxy.pooling.room import Room
+    from polykv_proxy.runtime import Runtime
+
+log = structlog.get_logger(__name__)
+
+
+class Snapshots:
+    """Takes snapshots of the slots of one engine.
+
+    Args:
+        runtime: the engine's control plane at work.
+        room: makes it, and takes back what came of nothing.
+    """
+
+    def __init__(self, runtime: Runtime, room: Room) -> None:
+        self._runtime = runtime
+        self._plane = runtime.plane
+        self._client = runtime.client
+        self._room = room
+
+    async def of_session(  # noqa: PLR0913 - the facts of a pool
+        self,
+        session_id: SessionId,
+        scope: Scope | None,
+        *,
+        n_tokens: int | None,
+        label: str | None,
+        pin: bool,
+        parent: PrefixPool | None = None,
+    ) -> tuple[PrefixPool, bool]:
+        """A pool of what the slot of a session holds now; nothing is copied or computed.
+
+        Raises:
+            NotFoundError, SessionNotResidentError: no such session, or its slot is another's.
+            PoolCapacityError: no sequence id is free.
+            PrefixMismatchError: ``parent`` has nothing in common with it.
+        """
+        slot = self._plane.resident_slot(session_id, scope)
+        session = slot.session
+        assert session is not None
+        return await self.of_slot(
+            slot, session, n_tokens=n_tokens, label=label, pin=pin, origin=PoolOrigin.SNAPSHOT, parent=parent
+        )
+
+    async def of_slot(  # noqa: PLR0913 - the facts of a pool
+        self,
+        slot: Slot,
+        session: Session,
+        *,
+        n_tokens: int | None,
+        label: str | None,
+        pin: bool,
+        origin: PoolOrigin,
+        parent: PrefixPool | None = None,
+    ) -> tuple[PrefixPool, bool]:
+        """A pool of a slot's leading tokens, while it is the session's; see ``of_session``."""
+        wanted = Wanted(label=label, pin=pin, origin=origin)
+
+        async def go() -> tuple[PrefixPool, bool]:
+            return await self._take(slot, session, wanted, n_tokens=n_tokens, parent=parent)
+
+        # to the end whoever leaves: the slot lives on a pool that has to be known from then on
+        return await asyncio.shield(self._runtime.background(go()))
+
+    async def _take(
+        self, slot: Slot, session: Session, wanted: Wanted, *, n_tokens: int | None, parent: PrefixPool | None
+    ) -> tuple[PrefixPool, bool]:
+        plane, epoch = self._plane, self._runtime.epoch
+        number = await self._room.for_one(partial(plane.tree.reserve, session.scope))
+        kept = False
+        try:
+            held = (await self._client.counters()).slots[slot.slot]
+            if slot.session is not session:
+                raise SessionNotResidentError("another conversation took the slot", param="from_session")
+            below = plane.pools.snapshot_parent(held, parent)
+            live = below is not None and below.resident
+            try:
+                made = await self._client.snapshot(
+                    number, slot.slot, n_tokens, below.number if below is not None and live else None
+                )
+            except NotFoundError as error:
+                raise ConflictError(f"{error.message}; ask again", code="pool_lost") from None
+            if self._runtime.epoch != epoch:
+                raise EngineGoneError("the engine was restarted")
+            taken, tokens = Taken(number, PoolUid(made.uid)), as_tokens(made.tokens)
+            branch_pos = made.n_parent if live else min(held.shared_tokens, len(tokens))
+            if branch_pos == 0:
+                below = None
+            try:
+                self._check(slot, session, tokens, parent, below)
+            except ConflictError:
+                plane.pools.reject_snapshot(taken, tokens, session.scope, parent=below, branch_pos=branch_pos)
+                raise
+            pool, kept = plane.pools.enter(
+                tokens,
+                session.scope,
+                wanted,
+                now_ts=self._runtime.now_ts(),
+                parent=below,
+                branch_pos=branch_pos,
+                taken=taken,
+            )
+            log.info(
+                "pool_snapshot",
+                pool_id=pool.pool_id,
+                tokens=len(tokens),
+                origin=wanted.origin.value,
+                new=kept,
+            )
+            return pool, kept
+        finally:
+            if not kept and self._runtime.epoch == epoch:
+                # nothing came of it, but the engine may have a pool under it all the same
+                self._runtime.spawn(self._room.take_back(number, epoch))
+
+    @staticmethod
+    def _check(
+        slot: Slot, session: Session, tokens: Tokens, parent: PrefixPool | None, below: PrefixPool | None
+    ) -> None:
+        """Raise unless the engine took what was meant, and it fits below the parent that was asked for."""
+        if slot.session is not session:
+            raise SessionNotResidentError("another conversation took the slot", param="from_session")
+        if parent is None:
+            return
+        if parent.match(tokens) == 0:
+            raise PrefixMismatchError(
+                f"the session and pool {parent.pool_id} have nothing in common",
+                first_mismatch=0,
+                parent_len=parent.prefix_len,
+            )
+        if below is None:
+            raise ConflictError(f"pool {parent.pool_id} is not resident any more", code="pool_lost")
