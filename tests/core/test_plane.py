@@ -5,7 +5,20 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from core.planes import SCOPE, TOKENS, admitted, finish, policed, pool, ready, request, sample, serving, turn
+from core.planes import (
+    SCOPE,
+    TOKENS,
+    admitted,
+    finish,
+    policed,
+    pool,
+    ready,
+    request,
+    sample,
+    serving,
+    slot_sample,
+    turn,
+)
 from polykv_proxy.core import sessions as sessions_module
 from polykv_proxy.core.decisions import Admit, AttachPlan, AwaitIdle, Queue, Reject, WakeQueued
 from polykv_proxy.core.plane import ControlPlane
@@ -14,6 +27,7 @@ from polykv_proxy.core.slots import Ask, Content
 from polykv_proxy.core.types import (
     Capability,
     PoolState,
+    PoolUid,
     Scope,
     as_tokens,
 )
@@ -416,32 +430,54 @@ def test_a_pool_in_use_is_counted():
 
 
 class PlaneUnderFire(RuleBasedStateMachine):
-    """Random requests, ends, departures and restarts keep the board and the queue consistent."""
+    """Random requests, ends, departures and restarts keep the board and the queue consistent.
+
+    The machine keeps books of its own, from what the plane answered, and compares them after every step.
+    """
 
     MAX_WAITING = 3
 
-    @initialize(slots=st.integers(1, 3))
-    def start(self, slots):
-        """An engine that is not ready yet."""
+    @initialize(slots=st.integers(1, 3), serving=st.booleans())
+    def start(self, slots, serving):
+        """An engine that is ready, or not yet."""
         self.slots = slots
         self.plane = ControlPlane(max_waiting=self.MAX_WAITING)
         self.epoch = 0
         self.now = 0.0
+        self.serving = False
+        self.reading = None  # the sample that counts
         self.running = []  # leases whose owner is at work
         self.leaving = []  # leases whose owner left before the engine was idle
         self.waiting = []  # tickets, first come first
         self.woken = []  # tickets with a lease that its owner has not seen yet
+        self.of_epoch = {}  # lease ids, and the epoch in which each was given
+        self.pools = {}  # the pool that each lease runs on
+        if serving:
+            self.ready(restarted=False, slots=slots)
 
     def obey(self, commands):
         """Do what the plane says; those who are woken are the first in line, in order."""
         for command in commands:
             match command:
                 case WakeQueued(ticket):
+                    assert self.serving
                     assert ticket is self.waiting.pop(0)
-                    assert ticket.lease is not None
+                    self.granted(ticket.lease)
                     self.woken.append(ticket)
                 case AwaitIdle(lease, _):
                     self.leaving.append(lease)
+
+    def granted(self, lease):
+        """A lease is new, on slots that nobody has."""
+        assert lease.lease_id not in self.of_epoch
+        held = [slot for other in self.live() for slot in other.slots]
+        assert not set(lease.slots) & set(held)
+        self.of_epoch[lease.lease_id] = self.epoch
+
+    def live(self):
+        """Leases that hold slots of the present engine."""
+        leases = [*self.running, *self.leaving, *(ticket.lease for ticket in self.woken)]
+        return [lease for lease in leases if self.of_epoch[lease.lease_id] == self.epoch]
 
     @rule(
         chain=st.lists(st.integers(1, 2), max_size=4),
@@ -458,7 +494,10 @@ class PlaneUnderFire(RuleBasedStateMachine):
         ask = Ask(scope=Scope(scope), name=name, chain=tuple(chain), slots=slots, exclusive=exclusive)
         match self.plane.on_request(ask, self.now, now_ts=0.0, conversation=conversation):
             case Admit(lease):
+                assert self.serving
                 assert not self.waiting
+                assert (lease.session is not None) == conversation
+                self.granted(lease)
                 self.running.append(lease)
             case Queue(ticket):
                 self.waiting.append(ticket)
@@ -474,6 +513,18 @@ class PlaneUnderFire(RuleBasedStateMachine):
         self.woken.remove(ticket)
         self.running.append(ticket.lease)
 
+    @precondition(lambda self: any(lease.pool is None and not lease.ended for lease in self.running))
+    @rule(data=st.data())
+    def attach(self, data):
+        """Somebody's request goes out on a pool."""
+        leases = [lease for lease in self.running if lease.pool is None and not lease.ended]
+        lease = data.draw(st.sampled_from(leases))
+        made, compute = self.plane.pools.enter(TOKENS, SCOPE, Wanted(), now_ts=0.0)
+        if compute:
+            self.plane.pools.on_ready(made, PoolUid(self.epoch + 1))
+        self.plane.on_dispatch(lease, AttachPlan(made, 4, 4))
+        self.pools[lease.lease_id] = made
+
     @precondition(lambda self: self.waiting or self.woken)
     @rule(data=st.data())
     def give_up(self, data):
@@ -488,7 +539,11 @@ class PlaneUnderFire(RuleBasedStateMachine):
         """A request is over, perhaps reported twice."""
         lease = data.draw(st.sampled_from(self.running))
         self.running.remove(lease)
-        self.obey(self.plane.on_finished(lease, self.now, clean=clean, content=content))
+        self.pools.pop(lease.lease_id, None)
+        commands = self.plane.on_finished(lease, self.now, clean=clean, content=content)
+        if not clean and self.of_epoch[lease.lease_id] == self.epoch:
+            assert commands == [AwaitIdle(lease, stop=True)]
+        self.obey(commands)
         if twice:
             assert self.plane.on_finished(lease, self.now, clean=True, content=content) == []
 
@@ -500,32 +555,40 @@ class PlaneUnderFire(RuleBasedStateMachine):
         self.leaving.remove(lease)
         self.obey(self.plane.on_slots_idle(lease, self.now, Content.NEW))
 
+    @precondition(lambda self: self.serving)
     @rule()
     def down(self):
         """The engine is gone."""
+        self.serving = False
         self.plane.on_engine_down()
 
     @rule(restarted=st.booleans(), slots=st.integers(1, 3))
     def ready(self, restarted, slots):
         """An engine answers, the same or another one."""
-        if restarted:
+        if restarted and self.plane.facts is not None:
             self.epoch += 1
             self.slots = slots
+            self.reading = None
+            self.pools.clear()
+        self.serving = True
         self.obey(ready(self.plane, f"e{self.epoch}", slots=self.slots))
+
+    @rule(age=st.integers(0, 1), tokens=st.integers(0, 20))
+    def sample(self, age, tokens):
+        """A reading comes in, perhaps of an engine that is gone."""
+        slots = tuple(slot_sample(number, tokens=tokens) for number in range(self.slots))
+        reading = sample(f"e{self.epoch - age}", used=tokens * self.slots, slots=slots)
+        if age == 0 and self.plane.facts is not None:
+            self.reading = reading
+        self.plane.on_sample(reading)
 
     @invariant()
     def slots_have_one_lease_each(self):
-        """Taken slots are those of live leases, each once."""
-        if self.plane.facts is None:
-            return
-        leases = [*self.running, *self.leaving, *(ticket.lease for ticket in self.woken)]
-        live = {lease.lease_id: lease for lease in leases if lease.lease_id in self.plane._running}
-        taken = [number for lease in live.values() for number in lease.slots]
-        assert len(taken) == len(set(taken))
-        assert {slot.slot: slot.lease for slot in self.plane.board if not slot.idle} == {
-            number: lease.lease_id for lease in live.values() for number in lease.slots
-        }
-        assert set(self.plane._running) == set(live)
+        """Taken slots are those of live leases, each once; the dead engine's leases have ended."""
+        held = {slot.slot: slot.lease for slot in self.plane.board if not slot.idle}
+        assert held == {number: lease.lease_id for lease in self.live() for number in lease.slots}
+        assert self.plane.board.idle_count == len(self.plane.board.slots) - len(held)
+        assert all(lease.ended for lease in self.running if self.of_epoch[lease.lease_id] != self.epoch)
 
     @invariant()
     def a_session_is_in_one_slot(self):
@@ -539,27 +602,53 @@ class PlaneUnderFire(RuleBasedStateMachine):
         assert len(ids) == len(set(ids))
 
     @invariant()
-    def nobody_waits_without_need(self):
-        """The first in line is one that cannot be placed."""
-        if self.plane.serving and self.waiting:
+    def a_session_runs_while_its_request_does(self):
+        """From the lease to its end, and every running one is remembered."""
+        leases = [lease for lease in self.live() if not lease.ended and lease.session is not None]
+        assert {id(lease.session) for lease in leases} == {
+            id(session) for session in self.plane.sessions if session.running
+        }
+
+    @invariant()
+    def the_queue_is_in_order_of_arrival(self):
+        """Those who wait, and nobody else; the first in line is one that cannot be placed."""
+        assert list(self.plane._waiting.values()) == self.waiting
+        assert self.plane.serving == self.serving
+        if self.serving and self.waiting:
             assert self.plane.board.place(self.waiting[0].ask) is None
+
+    @invariant()
+    def the_picture_is_the_engine_s(self):
+        """The last reading of this engine, or none."""
+        assert self.plane.sample is self.reading
+        assert (self.plane.ownership is None) == (self.reading is None)
+
+    @invariant()
+    def a_pool_in_use_is_counted(self):
+        """As many requests as run on it, so that nobody evicts it meanwhile."""
+        for made in self.plane.tree:
+            assert made.attached >= sum(pool is made for pool in self.pools.values())
+        if not self.running:
+            assert not any(made.attached for made in self.plane.tree if made.resident)
 
     def teardown(self):
         """When everything ended, nobody waits and all slots are idle."""
         if not hasattr(self, "plane"):
             return
-        self.obey(ready(self.plane, f"e{self.epoch}", slots=self.slots))
-        while self.waiting or self.woken or self.running or self.leaving:
+        self.ready(restarted=False, slots=self.slots)
+        for _ in range(self.MAX_WAITING + 1):  # each round serves one who waits, at least
             while self.woken:
                 self.running.append(self.woken.pop(0).lease)
-            for lease in self.running:
+            while self.running:
+                lease = self.running.pop()
                 self.obey(self.plane.on_finished(lease, self.now, clean=True, content=Content.NEW))
-            self.running = []
             while self.leaving:
                 self.obey(self.plane.on_slots_idle(self.leaving.pop(), self.now, Content.NEW))
+        assert not self.waiting
+        assert not self.woken
         assert self.plane.board.idle_count == self.slots
         assert not any(session.running for session in self.plane.sessions)
 
 
 TestPlaneUnderFire = PlaneUnderFire.TestCase
-TestPlaneUnderFire.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestPlaneUnderFire.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
