@@ -429,6 +429,20 @@ def test_a_pool_in_use_is_counted():
 # -- against chance ---------------------------------------------------------------------------------------
 
 
+ASKS = st.tuples(
+    st.builds(
+        Ask,
+        scope=st.sampled_from([Scope("s"), Scope("t")]),
+        name=st.sampled_from([None, "a", "auto-1"]),
+        chain=st.lists(st.integers(1, 2), max_size=4).map(tuple),
+        slots=st.integers(1, 4),
+        exclusive=st.booleans(),
+    ),
+    st.booleans(),
+)
+"""What somebody wants, and whether it is a conversation."""
+
+
 class PlaneUnderFire(RuleBasedStateMachine):
     """Random requests, ends, departures and restarts keep the board and the queue consistent.
 
@@ -479,31 +493,23 @@ class PlaneUnderFire(RuleBasedStateMachine):
         leases = [*self.running, *self.leaving, *(ticket.lease for ticket in self.woken)]
         return [lease for lease in leases if self.of_epoch[lease.lease_id] == self.epoch]
 
-    @rule(
-        chain=st.lists(st.integers(1, 2), max_size=4),
-        name=st.sampled_from([None, "a", "auto-1"]),
-        scope=st.sampled_from(["s", "t"]),
-        slots=st.integers(1, 4),
-        exclusive=st.booleans(),
-        conversation=st.booleans(),
-        wait=st.sampled_from([0.0, 1.0, 400.0]),
-    )
-    def request(self, chain, name, scope, slots, exclusive, conversation, wait):
-        """Somebody comes."""
+    @rule(asks=st.lists(ASKS, min_size=1, max_size=4), wait=st.sampled_from([0.0, 1.0, 400.0]))
+    def come(self, asks, wait):
+        """Some requests come at once; it is in a crowd that things go wrong."""
         self.now += wait
-        ask = Ask(scope=Scope(scope), name=name, chain=tuple(chain), slots=slots, exclusive=exclusive)
-        match self.plane.on_request(ask, self.now, now_ts=0.0, conversation=conversation):
-            case Admit(lease):
-                assert self.serving
-                assert not self.waiting
-                assert (lease.session is not None) == conversation
-                self.granted(lease)
-                self.running.append(lease)
-            case Queue(ticket):
-                self.waiting.append(ticket)
-            case Reject(code, _):
-                assert code == "queue_full"
-                assert len(self.waiting) == self.MAX_WAITING
+        for ask, conversation in asks:
+            match self.plane.on_request(ask, self.now, now_ts=0.0, conversation=conversation):
+                case Admit(lease):
+                    assert self.serving
+                    assert not self.waiting
+                    assert (lease.session is not None) == conversation
+                    self.granted(lease)
+                    self.running.append(lease)
+                case Queue(ticket):
+                    self.waiting.append(ticket)
+                case Reject(code, _):
+                    assert code == "queue_full"
+                    assert len(self.waiting) == self.MAX_WAITING
 
     @precondition(lambda self: self.woken)
     @rule(data=st.data())
@@ -533,6 +539,12 @@ class PlaneUnderFire(RuleBasedStateMachine):
         (self.waiting if ticket in self.waiting else self.woken).remove(ticket)
         self.obey(self.plane.on_gave_up(ticket, self.now))
 
+    @precondition(lambda self: self.waiting and self.plane.board.idle_count)
+    @rule()
+    def lose_patience(self):
+        """The first in line wanted more than is free, and leaves; there may be enough for those behind it."""
+        self.obey(self.plane.on_gave_up(self.waiting.pop(0), self.now))
+
     @precondition(lambda self: self.running)
     @rule(data=st.data(), clean=st.booleans(), content=st.sampled_from(Content), twice=st.booleans())
     def finish(self, data, clean, content, twice):
@@ -556,11 +568,12 @@ class PlaneUnderFire(RuleBasedStateMachine):
         self.obey(self.plane.on_slots_idle(lease, self.now, Content.NEW))
 
     @precondition(lambda self: self.serving)
-    @rule()
-    def down(self):
-        """The engine is gone."""
-        self.serving = False
-        self.plane.on_engine_down()
+    @rule(really=st.sampled_from([False, False, False, True]))
+    def down(self, really):
+        """The engine is gone; seldom, since little happens while it is."""
+        if really:
+            self.serving = False
+            self.plane.on_engine_down()
 
     @rule(restarted=st.booleans(), slots=st.integers(1, 3))
     def ready(self, restarted, slots):
@@ -575,12 +588,22 @@ class PlaneUnderFire(RuleBasedStateMachine):
 
     @rule(age=st.integers(0, 1), tokens=st.integers(0, 20))
     def sample(self, age, tokens):
-        """A reading comes in, perhaps of an engine that is gone."""
+        """A reading comes in, perhaps of an engine that is gone; released pools are forgotten by it."""
         slots = tuple(slot_sample(number, tokens=tokens) for number in range(self.slots))
         reading = sample(f"e{self.epoch - age}", used=tokens * self.slots, slots=slots)
-        if age == 0 and self.plane.facts is not None:
-            self.reading = reading
+        counts = age == 0 and self.plane.facts is not None
         self.plane.on_sample(reading)
+        if counts:
+            self.reading = reading
+            assert self.plane.tree.nodes() == [made for made in self.plane.tree if made.resident]
+
+    @precondition(lambda self: any(made.resident and not made.attached for made in self.plane.tree))
+    @rule()
+    def release(self):
+        """A pool that nobody uses is released, and the engine has given its number back."""
+        made = next(made for made in self.plane.tree if made.resident and not made.attached)
+        self.plane.tree.release(made)
+        self.plane.tree.retire(made.number)
 
     @invariant()
     def slots_have_one_lease_each(self):
@@ -651,4 +674,4 @@ class PlaneUnderFire(RuleBasedStateMachine):
 
 
 TestPlaneUnderFire = PlaneUnderFire.TestCase
-TestPlaneUnderFire.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestPlaneUnderFire.settings = settings(max_examples=250, stateful_step_count=40, deadline=None)
