@@ -17,6 +17,7 @@ import structlog
 import uvloop
 
 from polykv_proxy import __version__, sampler
+from polykv_proxy.api.advice import Advice
 from polykv_proxy.api.control import ControlApi
 from polykv_proxy.api.guard import Guard
 from polykv_proxy.api.inference import Inference
@@ -92,8 +93,12 @@ class Proxy:
 
             guard = Guard(_admin_key(settings), (*settings.allowed_hosts, settings.listen_host))
             control = ControlApi(fleet, guard, shared=settings.share_across_keys)
-            inside = await stack.enter_async_context(InProcess(control.application(settings.max_body_bytes)))
-            routes = assemble(fleet, inside.upstream, guard, settings, hold_s=PASS_THROUGH_HOLD_S)
+            advice = Advice(fleet.first.plane.policy)
+            further = advice.routes(control.sees)
+            inside = await stack.enter_async_context(
+                InProcess(control.application(settings.max_body_bytes, further))
+            )
+            routes = assemble(fleet, inside.upstream, guard, advice, settings, hold_s=PASS_THROUGH_HOLD_S)
             for start in starts:
                 tasks.spawn(sampler.run(start.engine.runtime))
                 tasks.spawn(_keep(start.process, start.engine.name))
@@ -168,24 +173,27 @@ async def _prepare(
     return _Start(engine, process, settings.engine.stop_deadline_s)
 
 
-def assemble(fleet: Fleet, control: Upstream, guard: Guard, settings: Settings, *, hold_s: float) -> Routes:
+def assemble(  # noqa: PLR0913 - the parts of a proxy
+    fleet: Fleet, control: Upstream, guard: Guard, advice: Advice, settings: Settings, *, hold_s: float
+) -> Routes:
     """The handlers of a fleet behind one face.
 
     Args:
         fleet: the engines.
         control: the way to the control application.
         guard: who may use slot actions.
+        advice: what is noticed in requests.
         settings: limits and queue times.
         hold_s: seconds a passed-through request waits for an engine.
     """
     handlers = [
         Handlers(
-            Inference(engine.runtime, engine.pooling, engine.upstream, settings),
+            Inference(engine.runtime, engine.pooling, engine.upstream, advice, settings),
             Status(engine.runtime, engine.upstream, guard),
         )
         for engine in fleet
     ]
-    return Routes(fleet, handlers, Merged(fleet), control, settings, hold_s=hold_s)
+    return Routes(fleet, handlers, Merged(fleet), control, settings, advice=advice, hold_s=hold_s)
 
 
 def _process(

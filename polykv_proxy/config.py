@@ -167,6 +167,10 @@ class PoolSettings(_Section):
     """Share of the pools' sequence ids, 0 to 1, that pools which came by themselves may take. Those that
     were asked for always come first."""
 
+    mask_billing_header: bool = False
+    """Replace the changing values of the billing header that Claude Code puts before its system prompt by
+    constants, so that what follows can be shared. Nothing else in a body changes; answers report it."""
+
 
 class LogSettings(_Section):
     """The proxy's own log, on standard error."""

@@ -6,15 +6,16 @@ engine's to refuse, in its own words. Members that are ours are read strictly, a
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 from xxhash import xxh3_64
 
+from polykv_proxy.api.canonical import without_billing_values
 from polykv_proxy.api.families import Dialect
 from polykv_proxy.core.types import as_tokens
+from polykv_proxy.core.volatile import as_engine_masks
 from polykv_proxy.errors import BadRequestError
 
 if TYPE_CHECKING:
@@ -26,9 +27,6 @@ if TYPE_CHECKING:
 
 TEXT_LINK_BYTES = 256
 """Plain prompts have no messages: their links are runs of this many bytes, a last partial one left out."""
-
-_VOLATILE = re.compile(rb"(x-anthropic-billing-header:[^\"]*?cch=)[0-9a-f]+")
-"""A marker that Claude Code changes with every request; the engine masks it too before it tokenizes."""
 
 SCENE_BYTES = 1024
 """What precedes the messages is worth remembering from this length on; below it much is alike by chance."""
@@ -104,6 +102,8 @@ class Asked:
     """Several prompts: the engine runs each in a slot of its own choice."""
     ignored_slot: bool = False
     """The client chose a slot; slots are the proxy's."""
+    masked: bool = False
+    """A billing header's changing values are constants now."""
     metadata: bytes | None = None
     prompt: bytes | None = None
     """Raw ``prompt`` member of a plain completion."""
@@ -122,17 +122,19 @@ class Asked:
             return None
 
 
-def read(body: bytes, family: Family, headers: dict[str, str]) -> Asked:
+def read(body: bytes, family: Family, headers: dict[str, str], *, mask: bool = False) -> Asked:
     """Read a request body.
 
     Args:
         body: as received.
         family: the API it came in on.
         headers: the client's ``x-polykv-*`` headers, names in lower case.
+        mask: make the values of billing headers constant.
 
     Raises:
         BadRequestError: a member of ours is wrong; ``param`` names it.
     """
+    received, body = body, without_billing_values(body) if mask else body
     text, parsed = _parsed(body)
     stripped = any(getattr(parsed, key) is not msgspec.UNSET for key in OUR_KEYS)
     ours = _ours(parsed, headers) if stripped or headers else _NOTHING_ASKED
@@ -155,6 +157,7 @@ def read(body: bytes, family: Family, headers: dict[str, str]) -> Asked:
         completions=completions,
         many_prompts=not structured and _is_list_of_prompts(parsed.prompt),
         ignored_slot=_bytes(parsed.id_slot) not in (b"", b"null", b"-1"),
+        masked=body is not received,
         metadata=_bytes(parsed.metadata) or None,
         prompt=_bytes(parsed.prompt) or None,
         chain=chain,
@@ -303,9 +306,7 @@ def _chain(parsed: _Body, family: Family, *, structured: bool) -> tuple[Chain, i
         links = _text_chain(family.dialect.value.encode(), _bytes(parsed.prompt))
         runs = SCENE_BYTES // TEXT_LINK_BYTES
         return links, links[runs] if len(links) > runs else None
-    system = _bytes(parsed.system)
-    if b"x-anthropic-billing-header" in system:
-        system = _VOLATILE.sub(rb"\1", system)
+    system = as_engine_masks(_bytes(parsed.system))
     rest = (parsed.instructions, parsed.tools, parsed.chat_template_kwargs)
     messages = _items(parsed.messages) + _items(parsed.input)
     first = next((at for at, message in enumerate(messages) if not _sets_the_scene(message)), len(messages))

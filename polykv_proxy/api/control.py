@@ -21,7 +21,7 @@ from polykv_proxy.errors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Iterable
 
     from polykv_proxy.api.guard import Guard
     from polykv_proxy.core.plane import ControlPlane
@@ -75,8 +75,8 @@ class ControlApi:
         self._guard = guard
         self._shared = shared
 
-    def application(self, max_body_bytes: int) -> web.Application:
-        """The routes, behind the guard and the error envelope."""
+    def application(self, max_body_bytes: int, further: Iterable[web.RouteDef] = ()) -> web.Application:
+        """The routes, and those of others, behind the guard and the error envelope."""
         app = web.Application(middlewares=[self._envelope], client_max_size=max_body_bytes)
         app.router.add_get("/polykv/pools", self.list_pools)
         app.router.add_post("/polykv/pools", self.create_pool)
@@ -90,6 +90,7 @@ class ControlApi:
         app.router.add_post("/polykv/pools/{pool_id}/unpin", self.pin_pool)
         app.router.add_get("/polykv/sessions", self.list_sessions)
         app.router.add_post("/polykv/tokenize", self.tokenize)
+        app.router.add_routes(further)
         return app
 
     @web.middleware
@@ -118,7 +119,7 @@ class ControlApi:
         self._fleet.require_pools()
         wanted = await _read(request, PoolRequest)
         if wanted.from_session is not None:
-            engine = self._fleet.of_session(SessionId(wanted.from_session), self._sees(request))
+            engine = self._fleet.of_session(SessionId(wanted.from_session), self.sees(request))
             return await self._create_from_session(request, wanted, engine)
         engine = self._fleet.with_pools(wanted.engine)
         tokens, full = await self._prefix(wanted, engine)
@@ -173,7 +174,7 @@ class ControlApi:
         engine.plane.pools.require()
         pool, created = await engine.pooling.snapshot_session(
             SessionId(wanted.from_session),
-            self._sees(request),
+            self.sees(request),
             n_tokens=wanted.n_tokens,
             label=wanted.label,
             pin=wanted.pin,
@@ -273,7 +274,7 @@ class ControlApi:
         """``GET /polykv/pools``: every pool, and where all used cells are."""
         self._fleet.require_pools()
         await self._sample()
-        return _json(views.pools(self._planes, self._sees(request)))
+        return _json(views.pools(self._planes, self.sees(request)))
 
     async def show_pool(self, request: web.Request) -> web.Response:
         """``GET /polykv/pools/{id}``: one pool and what is below it."""
@@ -318,7 +319,7 @@ class ControlApi:
         """``DELETE /polykv/pools/{id}`` and ``POST …/release``; again is no error."""
         self._fleet.require_pools()
         pool_id = PoolId(request.match_info["pool_id"])
-        found = self._fleet.find_pool(pool_id, self._sees(request))
+        found = self._fleet.find_pool(pool_id, self.sees(request))
         if found is None:
             if any(engine.plane.tree.was_released(pool_id) for engine in self._fleet):
                 return _json({"pool_id": pool_id, "already_released": True, "cells_freed": 0})
@@ -333,7 +334,7 @@ class ControlApi:
     async def list_sessions(self, request: web.Request) -> web.Response:
         """``GET /polykv/sessions``."""
         await self._sample()
-        return _json(views.sessions(self._planes, self._sees(request)))
+        return _json(views.sessions(self._planes, self.sees(request)))
 
     async def tokenize(self, request: web.Request) -> web.Response:
         """``POST /polykv/tokenize``: exact ids of a prompt, or the poolable prefix of messages."""
@@ -367,12 +368,12 @@ class ControlApi:
         )
         return scope_of_keys(request.headers.get("X-Api-Key"), bearer, shared=self._shared)
 
-    def _sees(self, request: web.Request) -> Scope | None:
+    def sees(self, request: web.Request) -> Scope | None:
         """What may be seen: everything with the admin key, else what the own key shares."""
         return None if self._guard.is_admin(request.headers) else self._scope(request)
 
     def _pool(self, request: web.Request) -> tuple[Engine, PrefixPool]:
-        return self._fleet.need_pool(PoolId(request.match_info["pool_id"]), self._sees(request))
+        return self._fleet.need_pool(PoolId(request.match_info["pool_id"]), self.sees(request))
 
 
 def _capped(tokens: Tokens, wanted: PoolRequest) -> Tokens:

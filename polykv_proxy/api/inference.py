@@ -19,6 +19,7 @@ import structlog
 
 from polykv_proxy.api import asked as asking
 from polykv_proxy.api.answer import AnswerReader
+from polykv_proxy.api.hints import Hints
 from polykv_proxy.api.hold import Hold
 from polykv_proxy.api.identity import OUR_HEADER_PREFIX, without_ours
 from polykv_proxy.core.slots import Content
@@ -29,6 +30,7 @@ from polykv_proxy.errors import EngineGoneError, PolyKVError, SaturatedError, Un
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
+    from polykv_proxy.api.advice import Advice
     from polykv_proxy.api.answer import Usage
     from polykv_proxy.api.asked import Asked
     from polykv_proxy.api.families import Family
@@ -75,6 +77,13 @@ class _Work:
     """Exact tokens of the prompt, where they were asked for."""
     pool_unknown: bool = False
     lease: Lease | None = None
+    boundary: int = 0
+    """Leading tokens that others are expected to begin with, as far as the client hinted at any."""
+
+    @property
+    def matched(self) -> int:
+        """Leading tokens that the pool it rides on holds."""
+        return 0 if self.plan is None else self.plan.matched
 
 
 class Inference:
@@ -84,13 +93,18 @@ class Inference:
         runtime: the engine's control plane.
         pooling: what is done to pools.
         upstream: the way to the engine.
+        advice: who notices what keeps conversations from sharing.
         settings: limits and queue times.
     """
 
-    def __init__(self, runtime: Runtime, pooling: Pooling, upstream: Upstream, settings: Settings) -> None:
+    def __init__(
+        self, runtime: Runtime, pooling: Pooling, upstream: Upstream, advice: Advice, settings: Settings
+    ) -> None:
         self._runtime = runtime
         self._pooling = pooling
         self._upstream = upstream
+        self._advice = advice
+        self._hints = Hints(runtime, pooling)
         self._settings = settings
 
     async def handle(
@@ -122,6 +136,9 @@ class Inference:
         content, clean = Content.OLD, True
         try:
             work.lease = pending.lease or await work.hold.until(pending.wait, self._waited_too_long)
+            assert work.lease is not None
+            if not work.lease.continues:
+                self._advice.notice(asked, work.family, work.scope)
             if asked.pool_id is None:
                 await self._find_pool(work)
             self._look_again(work)
@@ -131,7 +148,12 @@ class Inference:
                 content = Content.NOTHING
             elif response.head.status == 200:
                 content = Content.NEW if asked.completions == 1 and not ask.exclusive else Content.NOTHING
+            leaving = None
+            if content is Content.NEW:  # the prompt is computed: the engine's head comes with the first token
+                leaving = self._hints.leave_pool(work.lease, work.boundary, work.matched)
             clean = (await self._answer(work, response)).completed
+            if clean:
+                await self._hints.settle(leaving)
         finally:
             pending.give_up()
             if work.lease is not None:
@@ -181,8 +203,10 @@ class Inference:
         2. Another conversation has much more in common with it than any pool: that part becomes a pool, as
            soon as the other has passed it; then look again.
         3. The pool that holds most of it, if that is enough.
+
+        A boundary that the client hinted at makes a shorter prefix worth a pool, and ends it there.
         """
-        plane, lease = self._runtime.plane, work.lease
+        plane, lease, asked = self._runtime.plane, work.lease, work.asked
         assert lease is not None
         if not self.may_match(work.family, work.asked) or lease.continues:  # 1
             return
@@ -191,9 +215,11 @@ class Inference:
         tokens = work.tokens
         if tokens is None or len(tokens) < plane.policy.min_match_tokens:
             return
+        if asked.completions == 1:
+            work.boundary = await self._hints.boundary(asked, work.family, work.scope, tokens)
         for _ in range(MAX_LOOKS):
             found = plane.pools.match(tokens, work.scope, now_ts=self._runtime.now_ts())
-            leader = plane.shareable(tokens, lease, 0 if found is None else found.matched)
+            leader = plane.shareable(tokens, lease, 0 if found is None else found.matched, work.boundary)
             if leader is None:
                 break
             slot, common = leader
@@ -390,6 +416,8 @@ class Inference:
             block["pool_unknown"] = True
         if work.asked.ignored_slot:
             block["id_slot_ignored"] = True
+        if work.asked.masked:
+            block["billing_header_masked"] = True
         return block
 
 

@@ -31,6 +31,7 @@ from polykv_proxy.errors import BadRequestError, NotFoundError, UnavailableError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from polykv_proxy.api.advice import Advice
     from polykv_proxy.api.inference import Inference
     from polykv_proxy.api.merged import Merged
     from polykv_proxy.api.status import Status
@@ -66,6 +67,7 @@ class Routes:
         merged: what answers for all of them together.
         control: the way to the control application.
         settings: limits, and who shares with whom.
+        advice: what is noticed in requests.
         hold_s: seconds a passed-through request waits for an engine.
     """
 
@@ -77,12 +79,14 @@ class Routes:
         control: Upstream,
         settings: Settings,
         *,
+        advice: Advice,
         hold_s: float,
     ) -> None:
         self._fleet = fleet
         self._handlers = handlers
         self._merged = merged
         self._control = control
+        self._advice = advice
         self._hold_s = hold_s
         self._max_body_bytes = settings.max_body_bytes
         self._shared = settings.share_across_keys
@@ -145,9 +149,13 @@ class Routes:
     async def _infer(self, exchange: Exchange, family: Family, *, spreading: bool) -> None:
         """A request that runs in a slot: read it, choose its engine, have it answered there."""
         head = exchange.head
-        asked = asking.read(await exchange.read_body(self._max_body_bytes), family, our_headers(head))
+        body = await exchange.read_body(self._max_body_bytes)
+        asked = asking.read(body, family, our_headers(head), mask=self._advice.masks)
+        scope = scope_of(head, shared=self._shared)
+        if asked.masked:
+            self._advice.on_masked(scope)
         ask = Ask(
-            scope=scope_of(head, shared=self._shared),
+            scope=scope,
             name=session_name(head, asked.session, asked.metadata),
             chain=asked.chain,
             structured=asked.structured,

@@ -109,3 +109,5 @@ class PoolPolicy:
     """Tokens that a new pool must hold beyond what the best existing one does."""
     auto_share: float = 0.5
     """Share of the pools' sequence ids that pools which came by themselves may take, 0 to 1."""
+    mask_billing_header: bool = False
+    """The changing values of a billing header become constants before the engine sees them."""

@@ -291,17 +291,28 @@ class ControlPlane:
             )
         return self.board.slots[session.slot]
 
-    def shareable(self, tokens: Tokens, lease: Lease, matched: int) -> tuple[Slot, int] | None:
+    def shareable(
+        self, tokens: Tokens, lease: Lease, matched: int, boundary: int = 0
+    ) -> tuple[Slot, int] | None:
         """A slot whose prompt has much more in common with this one than any pool, and how much.
 
         1. Pools that come by themselves are off, or as many exist as may: none.
-        2. The closest slot of the same scope shares too little, or hardly more than a pool does: none.
-        3. That slot: its common prefix is worth a pool.
+        2. The closest slot of the same scope reaches a boundary that no pool does: up to there, exactly.
+        3. It shares too little, or hardly more than a pool does: none.
+        4. Its common prefix is worth a pool.
+
+        Args:
+            tokens: the request's prompt.
+            lease: its lease.
+            matched: leading tokens that a pool holds.
+            boundary: leading tokens that the client expects others to begin with, too; 0 if it said nothing.
         """
         policy = self._policy
         if not policy.auto_pools or lease.session is None:
             return None
         found = self.board.closest(tokens, lease.session.scope, other_than=lease.slots[0])
+        if found is not None and matched < boundary <= found[1]:
+            return found[0], boundary  # 2
         if found is None or found[1] < max(policy.auto_min_tokens, matched + policy.auto_gain_tokens):
-            return None
-        return found
+            return None  # 3
+        return found  # 4

@@ -332,6 +332,18 @@ class PoolPlanner:
         count = sum(pool.origin is PoolOrigin.AUTO and pool.occupies_sequence for pool in self.tree)
         return count >= max(1, int(self.tree.max_pools * self._policy.auto_share))
 
+    def may_keep(self, tokens: int) -> bool:
+        """Whether a pool may come of so many tokens that only one request has used so far.
+
+        It saves nothing yet, so that it may not take cells from those who run: all pools that came by
+        themselves hold at most their share of the cells, too.
+        """
+        facts = self._engine.facts
+        if facts is None or not self._policy.auto_pools:
+            return False
+        held = sum(pool.own_len for pool in self.tree if pool.origin is PoolOrigin.AUTO and pool.resident)
+        return held + tokens <= facts.cells * self._policy.auto_share
+
     def on_attached(self, plan: AttachPlan, session: Session | None, cached_tokens: int | None) -> bool:
         """An attached request's answer proves itself; returns whether it fell short of the plan.
 

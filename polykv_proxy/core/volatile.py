@@ -25,10 +25,10 @@ BILLING_HEADER = re.compile(re.escape(BILLING_MARKER) + rb"(?:[ \t]*[a-z_]+=[^;\
 
 _BILLING_FIELD = re.compile(rb"[a-z_]+=[^;\s\"\\]*")
 
-_BILLING_VALUES = (
-    (re.compile(rb"(cch=)[0-9a-f]+"), rb"\1fffff"),  # what the engine makes of it on /v1/messages
-    (re.compile(rb"(cc_version=\d+\.\d+\.\d+)\.[0-9a-f]+"), rb"\1.000"),  # another one in each conversation
-)
+_STAMP = re.compile(rb"(cch=)[0-9a-f]+")
+"""Another one in each request; the engine masks it on /v1/messages, and only there."""
+_BUILD = re.compile(rb"(cc_version=\d+\.\d+\.\d+)\.[0-9a-f]+")
+"""Its last part is another one in each conversation."""
 
 _MONTH = rb"(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]*\.?"
 _DAY = rb"(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun)(?:[a-z]*day)?"
@@ -122,13 +122,18 @@ def steady(text: bytes) -> bytes:
     """The text with the values of every billing header in it replaced by constants; see rule 3."""
     if BILLING_MARKER not in text:
         return text
-    return BILLING_HEADER.sub(lambda found: _steady_header(found[0]), text)
+    return BILLING_HEADER.sub(lambda found: _BUILD.sub(rb"\1.000", _stampless(found[0])), text)
 
 
-def _steady_header(header: bytes) -> bytes:
-    for value, constant in _BILLING_VALUES:
-        header = value.sub(constant, header)
-    return header
+def as_engine_masks(text: bytes) -> bytes:
+    """An Anthropic system text as far as the engine itself makes it steady."""
+    if BILLING_MARKER not in text:
+        return text
+    return BILLING_HEADER.sub(lambda found: _stampless(found[0]), text)
+
+
+def _stampless(header: bytes) -> bytes:
+    return _STAMP.sub(rb"\1fffff", header)
 
 
 def first_difference(one: bytes, other: bytes) -> int:

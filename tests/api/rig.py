@@ -12,6 +12,7 @@ from fake_polykv import FakePolykv
 from yarl import URL
 
 from polykv_proxy import sampler
+from polykv_proxy.api.advice import Advice
 from polykv_proxy.api.control import ControlApi
 from polykv_proxy.api.guard import Guard
 from polykv_proxy.api.routes import render_error
@@ -129,8 +130,10 @@ class Rig:
         self.runtime, self.pooling = engines[0].runtime, engines[0].pooling
         guard = Guard(self._admin, self.settings.allowed_hosts)
         control = ControlApi(self.fleet, guard, shared=self.settings.share_across_keys)
-        inside = await stack.enter_async_context(InProcess(control.application(1 << 20)))
-        routes = assemble(self.fleet, inside.upstream, guard, self.settings, hold_s=self._hold_s)
+        advice = Advice(self.fleet.first.plane.policy)
+        further = advice.routes(control.sees)
+        inside = await stack.enter_async_context(InProcess(control.application(1 << 20, further)))
+        routes = assemble(self.fleet, inside.upstream, guard, advice, self.settings, hold_s=self._hold_s)
         for engine in engines:
             tasks.spawn(sampler.run(engine.runtime))
         edge = Edge(routes.handle, render_error=render_error)

@@ -328,11 +328,28 @@ def test_a_bare_input_is_one_message():
 def test_a_marker_that_changes_with_every_request_does_not_count():
     """Claude Code's billing header is masked, as the engine does."""
 
-    def chain(mark):
-        system = [{"type": "text", "text": f"x-anthropic-billing-header: v; cch={mark};"}]
+    def chain(mark, build="e51"):
+        system = [
+            {"type": "text", "text": f"x-anthropic-billing-header: cc_version=2.1.1.{build}; cch={mark};"}
+        ]
         return asked(turn("a", system=system), MESSAGES).chain
 
-    assert chain("0a1b") == chain("ffff")
+    assert chain("0a1b2") == chain("fffff")
+    assert chain("0a1b2") != chain("0a1b2", "e52")
+
+
+@pytest.mark.parametrize("mask", [False, True])
+def test_billing_headers_are_masked_only_where_that_is_wanted(mask):
+    """Off: the very bytes. On: those of the engine's and the fingerprint's body; it is told."""
+    system = "x-anthropic-billing-header: cc_version=2.1.1.e51; cch=0a1b2;"
+    body = json.dumps(turn("a", system=system)).encode()
+    read_it = read(body, MESSAGES, {}, mask=mask)
+    assert read_it.masked is mask
+    assert (read_it.body is body) is not mask
+    if mask:
+        assert read_it.body == body.replace(b"e51", b"000").replace(b"0a1b2", b"fffff")
+        assert read_it.chain == read(body.replace(b"e51", b"e52"), MESSAGES, {}, mask=True).chain
+    assert read(json.dumps(turn("a")).encode(), MESSAGES, {}, mask=mask).masked is False
 
 
 def test_plain_text_is_cut_into_runs():

@@ -395,6 +395,24 @@ def test_who_shares_enough_is_worth_a_pool():
     assert plane.shareable(prompt, other, 0) is None
 
 
+def test_a_boundary_ends_what_is_shared():
+    """Exactly there, however short; once a pool reaches it, only what is worth a pool by itself counts."""
+    plane = policed()
+    leader = holding(plane, range(10), 1, 2, name="a")
+    lease = admitted(plane, 5, 6, name="b")
+    slot = plane.board.slots[leader.slots[0]]
+    prompt = as_tokens([*range(8), 99])
+    assert plane.shareable(prompt, lease, 0, boundary=5) == (slot, 5)
+    assert plane.shareable(prompt, lease, 4, boundary=5) == (slot, 5)
+    assert plane.shareable(prompt, lease, 5, boundary=5) == (slot, 8)
+    assert plane.shareable(prompt, lease, 7, boundary=5) is None
+    assert plane.shareable(prompt, lease, 7, boundary=8) == (slot, 8)
+    assert plane.shareable(prompt, lease, 7, boundary=9) is None  # nobody has come so far
+    short = as_tokens([0, 1, 2, 99])
+    assert plane.shareable(short, lease, 0) is None
+    assert plane.shareable(short, lease, 0, boundary=3) == (slot, 3)
+
+
 def test_nobody_shares_unasked_where_that_is_off_or_there_is_no_conversation():
     """The policy says no; computing a pool is no conversation."""
     off = policed(auto_pools=False)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from core.planes import SCOPE, TOKENS, policed, pool, ready, sample, serving, slot_sample, turn
+from core.planes import SCOPE, TOKENS, facts, policed, pool, ready, sample, serving, slot_sample, turn
 from polykv_proxy.core.decisions import AttachPlan
 from polykv_proxy.core.plane import ControlPlane
 from polykv_proxy.core.planner import Taken, Wanted
@@ -304,3 +304,21 @@ def test_automatic_pools_have_a_share():
     plane.tree.evict(made)
     assert not plane.pools.too_many_automatic()
     assert not policed(auto_share=0.0).pools.too_many_automatic()
+
+
+def test_what_saved_nothing_yet_keeps_to_a_share_of_the_cells():
+    """With all that came by itself before; what was asked for does not count."""
+    plane = policed(auto_share=0.5)
+    half = facts().cells // 2
+    assert plane.pools.may_keep(half)
+    assert not plane.pools.may_keep(half + 1)
+    pool(plane, as_tokens([1] * 5))
+    assert plane.pools.may_keep(half)
+    made = pool(plane, as_tokens([2] * 7), uid=2)
+    made.origin = PoolOrigin.AUTO
+    assert plane.pools.may_keep(half - 7)
+    assert not plane.pools.may_keep(half - 6)
+    plane.tree.evict(made)
+    assert plane.pools.may_keep(half)
+    assert not policed(auto_pools=False).pools.may_keep(1)
+    assert not ControlPlane(max_waiting=1).pools.may_keep(1)

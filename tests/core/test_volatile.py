@@ -10,6 +10,7 @@ from polykv_proxy.core.volatile import (
     BILLING_MARKER,
     SNIPPET_CHARS,
     VolatileKind,
+    as_engine_masks,
     first_difference,
     steady,
     volatile_part,
@@ -179,3 +180,9 @@ def test_only_the_values_of_the_header_change():
     text = BILLING.replace("You", " Yöu") + " cch=abc; cc_version=2.1.101.e51;"
     expected = text.replace(".e51; cc_e", ".000; cc_e").replace("cch=a5145", "cch=fffff")
     assert steady(text.encode()) == expected.encode()
+
+
+def test_the_engine_masks_the_stamp_only():
+    """What changes from one conversation to the next still does."""
+    assert as_engine_masks(BILLING.encode()) == BILLING.replace("a5145", "fffff").encode()
+    assert as_engine_masks(b"cch=a5145;") == b"cch=a5145;"
