@@ -25,6 +25,8 @@ class Lease:
     ended: bool = False
     pool: PrefixPool | None = None
     """The pool its request runs on."""
+    evicted: bool = False
+    """Whether another conversation had taken the slot that held this one."""
 
 
 @dataclass(slots=True, eq=False)

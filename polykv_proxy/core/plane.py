@@ -250,6 +250,7 @@ class ControlPlane:
             return None
         session = self._session_for(ask, placement, now, now_ts) if conversation else None
         lease = Lease(LeaseId(self._next_lease), placement.slots, session, placement.continues, now)
+        lease.evicted = session is not None and session.taken
         self._next_lease += 1
         self.board.take(placement, lease.lease_id, session, ask)
         self._running[lease.lease_id] = lease

@@ -40,6 +40,8 @@ class Session:
     started_ts: float
     slot: SlotId | None = None
     """The slot that holds its KV, if one still does."""
+    taken: bool = False
+    """Where none does: whether another conversation took the slot."""
     pool: PoolId | None = None
     """The pool that its last request was attached to."""
     running: bool = False

@@ -170,7 +170,8 @@ class SlotBoard:
         for number in placement.slots:
             slot = self.slots[number]
             if slot.session is not None and slot.session is not session and slot.session.slot == number:
-                slot.session.slot = None
+                # an operator's action on a certain slot is no conversation
+                slot.session.slot, slot.session.taken = None, ask.only is None
             self._empty.pop(number, None)
             self._held.pop(number, None)
             slot.before = (slot.session, slot.chain)
@@ -181,7 +182,7 @@ class SlotBoard:
         first = self.slots[placement.slots[0]]
         self._hold(first, session, ask.chain)
         if session is not None:
-            session.slot = first.slot
+            session.slot, session.taken = first.slot, False
 
     def free(self, number: SlotId, now: float, content: Content) -> None:
         """The engine is done with a slot."""
@@ -192,7 +193,7 @@ class SlotBoard:
         if content is Content.OLD:
             session, chain = slot.before
             if session is not None and session.slot is None:
-                session.slot = number
+                session.slot, session.taken = number, False
                 self._hold(slot, session, chain)
         slot.before = (None, ())
         self._empty.pop(number, None)

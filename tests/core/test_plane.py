@@ -693,3 +693,12 @@ class PlaneUnderFire(RuleBasedStateMachine):
 
 TestPlaneUnderFire = PlaneUnderFire.TestCase
 TestPlaneUnderFire.settings = settings(max_examples=250, stateful_step_count=40, deadline=None)
+
+
+def test_a_lease_says_that_its_session_was_evicted():
+    """Once: the session has a slot again from then on."""
+    plane = serving(slots=1)
+    for name, evicted in (("a", False), ("b", False), ("a", True), ("a", False)):
+        lease = request(plane, hash(name), 2, name=name).lease
+        assert lease.evicted is evicted
+        plane.on_finished(lease, 1.0, clean=True, content=Content.NEW)

@@ -181,3 +181,26 @@ def test_the_closest_conversation_is_the_one_with_most_tokens_in_common():
     assert board.closest(prompt, SCOPE, other_than=SlotId(4)) == (board.slots[2], 4)
     board.slots[0].session = None
     assert board.closest(prompt, SCOPE, other_than=SlotId(2)) == (board.slots[1], 2)
+
+
+def test_a_session_knows_whether_its_slot_was_taken():
+    """By another conversation, or the engine's own work; an operator's action on that slot is neither."""
+    board = SlotBoard(1)
+    mine, other = session(), session("b")
+    run(board, ask(1, 2), mine)
+    assert mine.taken is False
+    run(board, ask(5, 6, name="b"), other)
+    assert (mine.slot, mine.taken) == (None, True)
+    run(board, ask(1, 2, 3), mine)
+    assert (mine.taken, other.taken) == (False, True)
+    run(board, ask(only=SlotId(0)), content=Content.NOTHING)
+    assert (mine.slot, mine.taken) == (None, False)
+
+
+def test_a_session_that_gets_its_slot_back_was_not_robbed():
+    """The request that displaced it never began."""
+    board = SlotBoard(1)
+    mine = session()
+    run(board, ask(1, 2), mine)
+    run(board, ask(5, 6, name="b"), session("b"), content=Content.OLD)
+    assert (mine.slot, mine.taken) == (0, False)

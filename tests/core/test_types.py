@@ -63,3 +63,9 @@ def test_sample_knows_free_cells_and_work():
     assert sample(SlotState.IDLE).cells_free == 70
     assert not sample(SlotState.IDLE, SlotState.IDLE).busy
     assert sample(SlotState.IDLE, SlotState.PROMPT).busy
+
+
+def test_common_prefix_of_texts():
+    """Characters instead of tokens."""
+    assert common_prefix("way to the harbour", "way to the house") == 12
+    assert common_prefix("", "a") == 0
