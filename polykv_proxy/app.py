@@ -21,7 +21,9 @@ from polykv_proxy.api.advice import Advice
 from polykv_proxy.api.control import ControlApi
 from polykv_proxy.api.guard import Guard
 from polykv_proxy.api.inference import Inference
+from polykv_proxy.api.ledger import Ledger
 from polykv_proxy.api.merged import Merged
+from polykv_proxy.api.requests import RequestsApi
 from polykv_proxy.api.routes import Handlers, Routes, render_error
 from polykv_proxy.api.status import Status
 from polykv_proxy.core.decisions import PoolPolicy
@@ -94,11 +96,20 @@ class Proxy:
             guard = Guard(_admin_key(settings), (*settings.allowed_hosts, settings.listen_host))
             control = ControlApi(fleet, guard, shared=settings.share_across_keys)
             advice = Advice(fleet.first.plane.policy)
-            further = advice.routes(control.sees)
+            ledger = Ledger(settings.requests.keep, Runtime.now_ts)
+            further = [*advice.routes(control.sees), *RequestsApi(ledger.book, control.sees).routes()]
             inside = await stack.enter_async_context(
                 InProcess(control.application(settings.max_body_bytes, further))
             )
-            routes = assemble(fleet, inside.upstream, guard, advice, settings, hold_s=PASS_THROUGH_HOLD_S)
+            routes = assemble(
+                fleet,
+                inside.upstream,
+                guard,
+                settings,
+                advice=advice,
+                ledger=ledger,
+                hold_s=PASS_THROUGH_HOLD_S,
+            )
             for start in starts:
                 tasks.spawn(sampler.run(start.engine.runtime))
                 tasks.spawn(_keep(start.process, start.engine.name))
@@ -174,7 +185,14 @@ async def _prepare(
 
 
 def assemble(  # noqa: PLR0913 - the parts of a proxy
-    fleet: Fleet, control: Upstream, guard: Guard, advice: Advice, settings: Settings, *, hold_s: float
+    fleet: Fleet,
+    control: Upstream,
+    guard: Guard,
+    settings: Settings,
+    *,
+    advice: Advice,
+    ledger: Ledger,
+    hold_s: float,
 ) -> Routes:
     """The handlers of a fleet behind one face.
 
@@ -184,6 +202,7 @@ def assemble(  # noqa: PLR0913 - the parts of a proxy
         guard: who may use slot actions.
         advice: what is noticed in requests.
         settings: limits and queue times.
+        ledger: keeps the records.
         hold_s: seconds a passed-through request waits for an engine.
     """
     handlers = [
@@ -193,7 +212,9 @@ def assemble(  # noqa: PLR0913 - the parts of a proxy
         )
         for engine in fleet
     ]
-    return Routes(fleet, handlers, Merged(fleet), control, settings, advice=advice, hold_s=hold_s)
+    return Routes(
+        fleet, handlers, Merged(fleet), control, settings, advice=advice, ledger=ledger, hold_s=hold_s
+    )
 
 
 def _process(

@@ -172,6 +172,13 @@ class PoolSettings(_Section):
     constants, so that what follows can be shared. Nothing else in a body changes; answers report it."""
 
 
+class RequestSettings(_Section):
+    """Records of the last requests, under ``/polykv/requests``."""
+
+    keep: int = Field(default=1000, ge=0, le=100_000)
+    """How many, about 2 kB each at most. 0 keeps none."""
+
+
 class LogSettings(_Section):
     """The proxy's own log, on standard error."""
 
@@ -227,6 +234,7 @@ class Settings(BaseSettings):
     log: LogSettings = LogSettings()
     queue: QueueSettings = QueueSettings()
     pools: PoolSettings = PoolSettings()
+    requests: RequestSettings = RequestSettings()
     engine: EngineSettings = EngineSettings()
     engines: tuple[NamedEngine, ...] = ()
     """Several engines behind this proxy, one item each, such as one for each GPU. A key that an item leaves

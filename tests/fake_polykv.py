@@ -83,6 +83,7 @@ class FakePolykv(FakeEngine):
         cancelled: tasks that were cancelled on purpose.
         broken: routes, by path, with what they answer instead: (status, body).
         renders: how a chat body becomes text.
+        reuses: whether slots keep what a next prompt agrees with; off, they are always computed anew.
         damage: what attaching gets wrong: ``reuse``, ``share`` or ``leak``.
     """
 
@@ -106,6 +107,7 @@ class FakePolykv(FakeEngine):
         self.broken: dict[str, tuple[int, bytes]] = {}
         self.renders: Callable[[dict[str, Any]], str] = _render
         self.props |= {"total_slots": slots}
+        self.reuses = False
         self.damage: str | None = None
         self._next_uid = 1
         self._next_task = 1
@@ -303,11 +305,15 @@ class FakePolykv(FakeEngine):
             return await super()._generate(request)  # refused before it took its slot
         if slot.running:
             self.overlaps.append(recorded)
+        had = (slot.tokens, slot.cells)
         self._begin(slot, int(recorded.header("x-polykv-tag") or 0))
         task = slot.task
         try:
             tokens = self._prompt(recorded)
             cached = self._attach(slot, recorded, tokens)
+            kept = min(agreeing(had[0], tokens), len(tokens) - 1) if self._may_reuse(recorded) else 0
+            if kept > cached:
+                cached, slot.tokens, slot.cells = kept, tokens[:kept], had[1][:kept]
             self._compute(slot, tokens[: max(len(slot.tokens), self.prefilled)])
             await self.prefill_gate.wait()
             if script.fault == "die_in_prompt":
@@ -347,6 +353,9 @@ class FakePolykv(FakeEngine):
         if isinstance(prompt, list) and all(isinstance(item, int) for item in prompt):
             return prompt
         return self.tokens_of(prompt if isinstance(prompt, str) else self.renders(body))
+
+    def _may_reuse(self, recorded: Recorded) -> bool:
+        return self.reuses and recorded.json.get("cache_prompt") is not False
 
     def _compute(self, slot: Slot, tokens: list[int]) -> None:
         slot.cells += self.new_cells(len(tokens) - len(slot.cells))

@@ -105,11 +105,6 @@ class AnswerReader:
         self._held_bytes = 0
         self._done = False
 
-    @property
-    def writes(self) -> bool:
-        """Whether it puts something into the answer."""
-        return self._block is not None
-
     def feed(self, data: bytes) -> bytes:
         """Take payload; returns payload that is complete enough to go out."""
         if self._done:
@@ -151,10 +146,6 @@ class AnswerReader:
         self.usage = read_usage(document)
         self._done = True
         return rest if self._block is None else insert_member(rest, "opencoti", self._block(self.usage))
-
-    def observe(self, data: bytes) -> None:
-        """``feed`` for those who only want the usage."""
-        self.feed(data)
 
     def _interesting(self, events: bytes) -> bool:
         """A cheap look, so that the many events in the middle cost little."""

@@ -18,10 +18,13 @@ import msgspec
 import structlog
 
 from polykv_proxy.api import asked as asking
-from polykv_proxy.api.answer import AnswerReader
+from polykv_proxy.api.answer import AnswerReader, Usage
 from polykv_proxy.api.hints import Hints
 from polykv_proxy.api.hold import Hold
 from polykv_proxy.api.identity import OUR_HEADER_PREFIX, without_ours
+from polykv_proxy.api.recall import Recall
+from polykv_proxy.api.requests import divergence_view
+from polykv_proxy.api.tail import Tail
 from polykv_proxy.core.slots import Content
 from polykv_proxy.core.types import Capability, PoolId
 from polykv_proxy.edge.relay import RelayResult, relay, relay_into_open_stream
@@ -31,9 +34,9 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from polykv_proxy.api.advice import Advice
-    from polykv_proxy.api.answer import Usage
     from polykv_proxy.api.asked import Asked
     from polykv_proxy.api.families import Family
+    from polykv_proxy.api.ledger import Entry
     from polykv_proxy.config import Settings
     from polykv_proxy.core.decisions import AttachPlan, Lease
     from polykv_proxy.core.slots import Ask
@@ -72,6 +75,7 @@ class _Work:
     asked: Asked
     scope: Scope
     hold: Hold
+    entry: Entry
     plan: AttachPlan | None = None
     tokens: Tokens | None = None
     """Exact tokens of the prompt, where they were asked for."""
@@ -106,9 +110,17 @@ class Inference:
         self._advice = advice
         self._hints = Hints(runtime, pooling)
         self._settings = settings
+        self._recall = Recall(runtime)
 
-    async def handle(
-        self, exchange: Exchange, family: Family, asked: Asked, ask: Ask, tokens: Tokens | None = None
+    async def handle(  # noqa: PLR0913 - what is known of a request
+        self,
+        exchange: Exchange,
+        family: Family,
+        asked: Asked,
+        ask: Ask,
+        *,
+        entry: Entry,
+        tokens: Tokens | None = None,
     ) -> None:
         """Answer one request.
 
@@ -117,15 +129,17 @@ class Inference:
             family: its API.
             asked: what its body says.
             ask: what it wants of the slots.
+            entry: its record.
             tokens: its exact prompt, where that is known already.
         """
         hold = Hold(exchange, family, self._settings.queue, stream=asked.stream and family.pooled)
-        work = _Work(exchange, family, asked, ask.scope, hold, tokens=tokens)
+        work = _Work(exchange, family, asked, ask.scope, hold, entry, tokens=tokens)
         try:
             await self._run(work, ask)
         except PolyKVError as error:
             if not hold.opened:
                 raise
+            entry.failed(error.code)
             await hold.fail(error)
 
     async def _run(self, work: _Work, ask: Ask) -> None:
@@ -284,6 +298,15 @@ class Inference:
     async def _send(self, work: _Work) -> UpstreamResponse:
         head, lease = work.exchange.head, work.lease
         assert lease is not None
+        work.entry.sent(
+            self._recall,
+            work.asked,
+            work.family,
+            lease,
+            plan=work.plan,
+            pool_unknown=work.pool_unknown,
+            tokens=work.tokens,
+        )
         headers, body = list(without_ours(head)), work.asked.body
         if self._runtime.plane.capability is Capability.ZERO_COPY:
             headers.append((b"X-PolyKV-Slot", b"%d" % lease.slots[0]))
@@ -305,31 +328,36 @@ class Inference:
         )
 
     async def _answer(self, work: _Work, response: UpstreamResponse) -> RelayResult:
-        """Splice the answer to the client; look into it only where something of ours depends on it."""
+        """Splice the answer to the client; what nobody writes into is only watched."""
+        work.entry.answering(response.head.status)
         if work.hold.opened and response.head.status != 200:
             return await self._refused_late(work, response)
-        reader = self._reader(work, response)
-        reports = reader is not None and reader.writes
-        transform = reader if reports else None
-        observer = reader.observe if reader is not None and not reports else None
+        stream = (response.head.get(b"content-type") or b"").startswith(b"text/event-stream")
+        reader = self._reader(work, response, stream=stream)
+        tail = Tail() if response.head.status == 200 else None
+        observer = None if tail is None else tail.observe
 
         def truncated(error: EngineGoneError) -> bytes | None:
             return work.family.error_event(error.members) if work.family.pooled else None
 
         if work.hold.opened:
             result = await relay_into_open_stream(
-                work.exchange, response, transform=transform, observer=observer, on_truncated=truncated
+                work.exchange, response, transform=reader, observer=observer, on_truncated=truncated
             )
         else:
             result = await relay(
                 work.exchange,
                 response,
                 add_headers=self._headers(work),
-                transform=transform,
+                transform=reader,
                 observer=observer,
                 on_truncated=truncated,
             )
-        self._account(work, reader, result)
+        usage = Usage()
+        if tail is not None and result.completed:
+            usage = tail.usage(stream=stream)
+            work.entry.began(*tail.beginning())
+        self._account(work, usage, result)
         return result
 
     async def _refused_late(self, work: _Work, response: UpstreamResponse) -> RelayResult:
@@ -346,30 +374,29 @@ class Inference:
         await work.hold.fail_with(stand_in | members)
         return RelayResult(completed=True)
 
-    def _reader(self, work: _Work, response: UpstreamResponse) -> AnswerReader | None:
-        """Somebody to read the answer, where the request used a pool or carried a member of ours."""
+    def _reader(self, work: _Work, response: UpstreamResponse, *, stream: bool) -> AnswerReader | None:
+        """Somebody to put our block into the answer, where it is to carry one."""
         asked = work.asked
-        if response.head.status != 200 or not (asked.ours or work.plan is not None):
+        if response.head.status != 200 or not (asked.ours and asked.report):
             return None
-        stream = (response.head.get(b"content-type") or b"").startswith(b"text/event-stream")
         return AnswerReader(
             work.family,
             stream=stream,
             include_usage=asked.include_usage,
             completions=asked.completions,
-            block=(lambda usage: self._block(work, usage)) if asked.ours and asked.report else None,
+            block=lambda usage: self._block(work, usage),
         )
 
-    def _account(self, work: _Work, reader: AnswerReader | None, result: RelayResult) -> None:
+    def _account(self, work: _Work, usage: Usage, result: RelayResult) -> None:
         """What the answer proves: how long the client waited, and whether the pool was really used."""
         assert work.lease is not None
         first = result.first_byte_at if result.first_byte_at is not None else monotonic()
         self._runtime.plane.on_first_byte(work.lease, first - work.exchange.arrived_at)
-        if work.plan is None or reader is None:
+        work.entry.first_byte(first - work.exchange.arrived_at)
+        work.entry.answered(usage, result.error)
+        if work.plan is None:
             return
-        if result.completed and not reader.writes:
-            reader.finish()  # a mere observer is not told of the end
-        cached = reader.usage.cached_tokens
+        cached = usage.cached_tokens
         if self._runtime.plane.pools.on_attached(work.plan, work.lease.session, cached):
             log.warning(
                 "attach_shortfall",
@@ -414,6 +441,8 @@ class Inference:
         }
         if work.pool_unknown:
             block["pool_unknown"] = True
+        if (divergence := work.entry.shown(usage)) is not None:
+            block["divergence"] = divergence_view(divergence)
         if work.asked.ignored_slot:
             block["id_slot_ignored"] = True
         if work.asked.masked:

@@ -32,7 +32,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from polykv_proxy.api.advice import Advice
+    from polykv_proxy.api.asked import Asked
     from polykv_proxy.api.inference import Inference
+    from polykv_proxy.api.ledger import Ledger
     from polykv_proxy.api.merged import Merged
     from polykv_proxy.api.status import Status
     from polykv_proxy.config import Settings
@@ -68,6 +70,7 @@ class Routes:
         control: the way to the control application.
         settings: limits, and who shares with whom.
         advice: what is noticed in requests.
+        ledger: keeps the records.
         hold_s: seconds a passed-through request waits for an engine.
     """
 
@@ -80,6 +83,7 @@ class Routes:
         settings: Settings,
         *,
         advice: Advice,
+        ledger: Ledger,
         hold_s: float,
     ) -> None:
         self._fleet = fleet
@@ -87,6 +91,7 @@ class Routes:
         self._merged = merged
         self._control = control
         self._advice = advice
+        self._ledger = ledger
         self._hold_s = hold_s
         self._max_body_bytes = settings.max_body_bytes
         self._shared = settings.share_across_keys
@@ -149,33 +154,43 @@ class Routes:
     async def _infer(self, exchange: Exchange, family: Family, *, spreading: bool) -> None:
         """A request that runs in a slot: read it, choose its engine, have it answered there."""
         head = exchange.head
-        body = await exchange.read_body(self._max_body_bytes)
-        asked = asking.read(body, family, our_headers(head), mask=self._advice.masks)
         scope = scope_of(head, shared=self._shared)
-        if asked.masked:
-            self._advice.on_masked(scope)
-        ask = Ask(
-            scope=scope,
-            name=session_name(head, asked.session, asked.metadata),
-            chain=asked.chain,
-            structured=asked.structured,
-            slots=asked.completions,
-            exclusive=spreading or asked.many_prompts,
-        )
-        number, tokens = 0, None
-        if self._several:
+        with self._ledger.open(head.path, scope) as entry:
+            body = await exchange.read_body(self._max_body_bytes)
+            asked = asking.read(body, family, our_headers(head), mask=self._advice.masks)
+            if asked.masked:
+                self._advice.on_masked(scope)
+            ask = Ask(
+                scope=scope,
+                name=session_name(head, asked.session, asked.metadata),
+                chain=asked.chain,
+                structured=asked.structured,
+                slots=asked.completions,
+                exclusive=spreading or asked.many_prompts,
+            )
+            number, tokens = 0, None
+            if self._several:
+                engine, tokens = await self._choose(head, family, asked, ask)
+                number = engine.number
+            await self._handlers[number].inference.handle(
+                exchange, family, asked, ask, entry=entry, tokens=tokens
+            )
 
-            async def tokenize(engine: Engine) -> Tokens | None:
-                inference = self._handlers[engine.number].inference
-                return await inference.tokens(family, asked) if inference.may_match(family, asked) else None
+    async def _choose(
+        self, head: RequestHead, family: Family, asked: Asked, ask: Ask
+    ) -> tuple[Engine, Tokens | None]:
+        """The engine for a request, and its tokens there if they had to be asked for."""
 
-            query = head.query
-            chosen = self._fleet.of_query(query) if "engine=" in query else None
-            engine, tokens = (chosen, None) if chosen else await self._placement.choose(asked, ask, tokenize)
-            if (stream := head.get_text(b"x-conversation-id")) is not None:
-                self._placement.note_stream(stream, engine)
-            number = engine.number
-        await self._handlers[number].inference.handle(exchange, family, asked, ask, tokens)
+        async def tokenize(engine: Engine) -> Tokens | None:
+            inference = self._handlers[engine.number].inference
+            return await inference.tokens(family, asked) if inference.may_match(family, asked) else None
+
+        query = head.query
+        chosen = self._fleet.of_query(query) if "engine=" in query else None
+        engine, tokens = (chosen, None) if chosen else await self._placement.choose(asked, ask, tokenize)
+        if (stream := head.get_text(b"x-conversation-id")) is not None:
+            self._placement.note_stream(stream, engine)
+        return engine, tokens
 
     async def _await_engine(self, engine: Engine) -> None:
         if engine.plane.serving:

@@ -48,6 +48,8 @@ class RequestRecord:
     started_ts: float
     state: RequestState = RequestState.RUNNING
     error_code: str | None = None
+    engine: str | None = None
+    """Name of the engine that it was sent to."""
     session_id: SessionId | None = None
     continued: bool | None = None
     """Whether it was sent to the slot that held its conversation; None: it was not sent."""

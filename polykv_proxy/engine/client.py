@@ -16,7 +16,7 @@ from polykv_proxy.engine import wire
 from polykv_proxy.errors import BadRequestError, EngineGoneError, NotFoundError, UnavailableError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from polykv_proxy.core.types import EngineFacts, EngineSample, PoolNumber, SlotId, Tokens
     from polykv_proxy.engine.address import EngineAddress
@@ -170,9 +170,12 @@ class EngineClient:
 
     async def detokenize(self, token: int) -> str:
         """Text of one token."""
-        answer = await self._call(
-            "POST", "/detokenize", msgspec.json.encode({"tokens": [token]}), CONTROL_TIMEOUT_S
-        )
+        return await self.text_of([token])
+
+    async def text_of(self, tokens: Iterable[int]) -> str:
+        """Text of tokens."""
+        body = msgspec.json.encode({"tokens": list(tokens)})
+        answer = await self._call("POST", "/detokenize", body, CONTROL_TIMEOUT_S)
         return str(_read(wire.read_object, answer).get("content", ""))
 
     async def release(self, number: PoolNumber) -> int:

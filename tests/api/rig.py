@@ -15,6 +15,8 @@ from polykv_proxy import sampler
 from polykv_proxy.api.advice import Advice
 from polykv_proxy.api.control import ControlApi
 from polykv_proxy.api.guard import Guard
+from polykv_proxy.api.ledger import Ledger
+from polykv_proxy.api.requests import RequestsApi
 from polykv_proxy.api.routes import render_error
 from polykv_proxy.app import assemble
 from polykv_proxy.config import Settings
@@ -94,6 +96,7 @@ class Rig:
         engines: the fake ones.
         engine: the first of them.
         fleet: what works for them.
+        handlers: what answers for each of them.
         runtime: the first one's control plane at work.
         problems: what reached the loop's exception handler.
     """
@@ -131,9 +134,19 @@ class Rig:
         guard = Guard(self._admin, self.settings.allowed_hosts)
         control = ControlApi(self.fleet, guard, shared=self.settings.share_across_keys)
         advice = Advice(self.fleet.first.plane.policy)
-        further = advice.routes(control.sees)
+        self.ledger = Ledger(self.settings.requests.keep, Runtime.now_ts)
+        further = [*advice.routes(control.sees), *RequestsApi(self.ledger.book, control.sees).routes()]
         inside = await stack.enter_async_context(InProcess(control.application(1 << 20, further)))
-        routes = assemble(self.fleet, inside.upstream, guard, advice, self.settings, hold_s=self._hold_s)
+        routes = assemble(
+            self.fleet,
+            inside.upstream,
+            guard,
+            self.settings,
+            advice=advice,
+            ledger=self.ledger,
+            hold_s=self._hold_s,
+        )
+        self.handlers = routes._handlers
         for engine in engines:
             tasks.spawn(sampler.run(engine.runtime))
         edge = Edge(routes.handle, render_error=render_error)

@@ -58,7 +58,6 @@ def test_the_block_goes_into_the_last_event_once(name):
     family, options, mark = STREAMS[name]
     stream = reply(name)
     reader = AnswerReader(family, stream=True, block=block, **options)
-    assert reader.writes
     changed = run(reader, stream)
     events = [event for event in changed.split(b"\n\n") if b'"opencoti":' in event]
     assert len(events) == 1
@@ -139,8 +138,7 @@ def test_a_huge_event_is_passed_on_unread(monkeypatch):
 def test_a_mere_observer_learns_the_usage():
     """Without a block nothing is written, and the figures are read all the same."""
     reader = AnswerReader(CHAT, stream=True)
-    assert not reader.writes
-    reader.observe(reply("chat_stream"))
+    reader.feed(reply("chat_stream"))
     assert reader.usage.generated_tokens == 5
     assert run(AnswerReader(CHAT, stream=True), reply("chat_stream")) == reply("chat_stream")
 
@@ -177,7 +175,7 @@ def test_lists_and_errors_have_no_block(name):
 def test_an_observer_of_a_whole_answer_is_told_at_the_end():
     """The figures are known after ``finish``; nothing is written."""
     reader = AnswerReader(CHAT, stream=False)
-    reader.observe(reply("chat"))
+    reader.feed(reply("chat"))
     assert reader.finish() == reply("chat")
     assert reader.usage == read_usage(json.loads(reply("chat")))
     assert reader.usage.prompt_tokens == 22

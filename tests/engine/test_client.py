@@ -57,6 +57,13 @@ async def client(engine, tmp_path):
     await runner.cleanup()
 
 
+async def test_the_text_of_tokens(engine, client):
+    """One call for all of them."""
+    engine.body = b'{"content":" world"}'
+    assert await client.text_of(as_tokens([5, 6])) == await client.detokenize(5) == " world"
+    assert [json.loads(body) for *_, body in engine.seen] == [{"tokens": [5, 6]}, {"tokens": [5]}]
+
+
 # -- failures ---------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,287 @@
+"""Keeps the records of requests, and finds out why one computed more than it had to.
+
+Nothing here is on a request's way but a few assignments: an explanation is looked for once the engine has
+said that reuse fell short.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from typing import TYPE_CHECKING, Self
+
+from polykv_proxy.api import outline as outlines
+from polykv_proxy.api.answer import Usage
+from polykv_proxy.api.families import Dialect
+from polykv_proxy.api.recall import of_links
+from polykv_proxy.core.divergence import (
+    Cause,
+    Divergence,
+    Now,
+    Outline,
+    diagnose,
+    fell_short,
+    is_related,
+    refined,
+)
+from polykv_proxy.core.past import Past
+from polykv_proxy.core.records import RecordBook, RequestState
+from polykv_proxy.core.types import common_prefix
+from polykv_proxy.errors import PolyKVError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import TracebackType
+
+    from polykv_proxy.api.asked import Asked
+    from polykv_proxy.api.families import Family
+    from polykv_proxy.api.recall import Candidate, Recall
+    from polykv_proxy.core.decisions import AttachPlan, Lease
+    from polykv_proxy.core.records import RequestRecord
+    from polykv_proxy.core.types import Scope, Tokens
+
+
+class Entry:
+    """One request's record while the request is on its way; a context manager around all of it.
+
+    Attributes:
+        record: what is kept of it.
+    """
+
+    __slots__ = (
+        "_answer",
+        "_asked",
+        "_candidates",
+        "_chosen",
+        "_divergence",
+        "_explained",
+        "_family",
+        "_kept",
+        "_lease",
+        "_own_outline",
+        "_plan",
+        "_reasoned",
+        "_recall",
+        "_tokens",
+        "_usage",
+        "record",
+    )
+
+    def __init__(self, record: RequestRecord) -> None:
+        self.record = record
+        self._recall: Recall | None = None
+        self._asked: Asked | None = None
+        self._family: Family | None = None
+        self._lease: Lease | None = None
+        self._plan: AttachPlan | None = None
+        self._tokens: Tokens | None = None
+        self._candidates: list[Candidate] = []
+        self._chosen: Candidate | None = None
+        self._usage = Usage()
+        self._answer: str | None = None
+        self._reasoned = False
+        self._own_outline: Outline | None = None
+        self._divergence: Divergence | None = None
+        self._explained = False
+        self._kept = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.record.end(RequestState.DONE)
+        elif isinstance(error, PolyKVError):
+            self.failed(error.code)
+        elif isinstance(error, asyncio.CancelledError):
+            self.record.end(RequestState.CANCELLED)
+        else:
+            self.failed(PolyKVError.code)
+        self._close()
+
+    # -- on its way --------------------------------------------------------------------------------------
+
+    def sent(  # noqa: PLR0913 - all that is known when a request goes out
+        self,
+        recall: Recall,
+        asked: Asked,
+        family: Family,
+        lease: Lease,
+        *,
+        plan: AttachPlan | None,
+        pool_unknown: bool,
+        tokens: Tokens | None,
+    ) -> None:
+        """The request goes to the engine now; what its conversation holds is looked at before it changes."""
+        record = self.record
+        record.engine = recall.engine
+        record.continued, record.pool_unknown = lease.continues, pool_unknown
+        if plan is not None:
+            record.pool_id, record.planned_tokens = plan.pool.pool_id, plan.tokens
+        self._recall, self._asked, self._family, self._lease = recall, asked, family, lease
+        self._plan, self._tokens = plan, tokens
+        if lease.session is not None:
+            record.session_id = lease.session.session_id
+            self._candidates = recall.candidates(lease, asked.chain)
+
+    def answering(self, status: int) -> None:
+        """The engine answers; a refusal is a failure, in its own words."""
+        if status == 200:
+            self._kept = True
+        else:
+            self.failed(f"engine_status_{status}")
+
+    def began(self, text: str | None, reasoned: bool) -> None:
+        """How the answer began; see ``Tail.beginning``."""
+        self._answer, self._reasoned = text, reasoned
+
+    def first_byte(self, ttft_s: float) -> None:
+        """The answer began to reach the client."""
+        self.record.ttft_s = ttft_s
+
+    def answered(self, usage: Usage, error: PolyKVError | None) -> None:
+        """The answer is through, or broke off.
+
+        Args:
+            usage: what the engine said that it took.
+            error: why it broke off.
+        """
+        record = self.record
+        self._usage = usage
+        record.prompt_tokens = usage.prompt_tokens
+        record.cached_tokens = usage.cached_tokens
+        record.generated_tokens = usage.generated_tokens
+        if error is not None:
+            self.failed(error.code)
+        record.divergence = self.divergence(usage)
+
+    def failed(self, code: str) -> None:
+        """It was refused, or broke off."""
+        self.record.end(RequestState.FAILED, code)
+
+    # -- why ---------------------------------------------------------------------------------------------
+
+    def divergence(self, usage: Usage) -> Divergence | None:
+        """Why less was reused than there was, as far as can be told without asking the engine."""
+        if not self._explained and usage.cached_tokens is not None and usage.prompt_tokens is not None:
+            self._explained = True
+            self._divergence = self._explain(usage.cached_tokens, usage.prompt_tokens)
+        return self._divergence
+
+    def shown(self, usage: Usage) -> Divergence | None:
+        """``divergence`` for the answer's block: only of a conversation that had something."""
+        found = self.divergence(usage)
+        return None if found is None or found.cause is Cause.NEW_SESSION else found
+
+    def _explain(self, cached: int, prompt: int) -> Divergence | None:
+        recall, lease, asked = self._recall, self._lease, self._asked
+        if (
+            recall is None
+            or lease is None
+            or lease.session is None
+            or asked is None
+            or not fell_short(cached, prompt, prompt)
+        ):
+            return None
+        if lease.continues and not self._candidates:
+            return None  # it went on with something that is not remembered
+        then, outline = None, Outline(())
+        for candidate in self._candidates:
+            resident = candidate.past.resident_tokens
+            if candidate.certain and not fell_short(cached, prompt, resident):
+                return None
+            before, outline = self._outlines(candidate.past)
+            if candidate.certain or is_related(before, outline):
+                self._chosen = candidate
+                then = candidate.then(before)
+                break
+        now = Now(
+            outline=outline,
+            epoch=recall.epoch,
+            prompt_tokens=prompt,
+            cached_tokens=cached,
+            attached_tokens=0 if self._plan is None else self._plan.tokens,
+            cache=asked.cache,
+            continues=lease.continues,
+        )
+        found = diagnose(then, now)
+        if found is None or found.section is None or found.token_index is not None:
+            return found
+        return self._located(found)
+
+    def _located(self, found: Divergence) -> Divergence:
+        """With a token index, where both prompts' tokens are at hand."""
+        then = None if self._chosen is None else self._chosen.past.tokens
+        if then is None or self._tokens is None or found.expected_text is found.got_text is None:
+            return found
+        return refined(
+            found,
+            common=common_prefix(then, self._tokens),
+            then_tokens=len(then),
+            expected_text=None,
+            got_text=None,
+        )
+
+    def _outlines(self, past: Past) -> tuple[Outline, Outline]:
+        """What the earlier request consisted of, and this one."""
+        assert self._asked is not None
+        assert self._family is not None
+        if past.body is not None:
+            before = outlines.read(past.body, Dialect(past.dialect))
+        elif past.outline is not None:
+            before = past.outline
+        else:
+            return of_links(past.chain), of_links(self._asked.chain)
+        if self._own_outline is None:
+            self._own_outline = outlines.read(self._asked.body, self._family.dialect)
+        return before, self._own_outline
+
+    # -- afterwards --------------------------------------------------------------------------------------
+
+    def _close(self) -> None:
+        """The request is over: remember it, and look closer at what it diverged from."""
+        found, recall, lease = self._divergence, self._recall, self._lease
+        asked, family = self._asked, self._family
+        if recall is None or asked is None or family is None or lease is None or lease.session is None:
+            return
+        if found is not None and found.section is not None and self._chosen is not None:
+            recall.refine(self.record, self._chosen.past, (asked.body, family.dialect, self._tokens))
+        if not self._kept or asked.completions > 1 or asked.many_prompts:
+            return
+        usage, resident = self._usage, None
+        if self.record.state is RequestState.DONE and usage.context_tokens is not None:
+            # the last generated token was not computed any more
+            resident = usage.context_tokens - min(1, usage.generated_tokens or 0)
+        recall.remember(
+            Past(
+                session=lease.session,
+                dialect=family.dialect.value,
+                chain=array("Q", asked.chain),
+                epoch=recall.epoch,
+                body=asked.body,
+                prompt_tokens=usage.prompt_tokens,
+                resident_tokens=resident,
+                answer=self._answer,
+                reasoned=self._reasoned,
+                tokens=self._tokens,
+            )
+        )
+
+
+class Ledger:
+    """All records of one proxy.
+
+    Args:
+        keep: how many.
+        now_ts: epoch seconds.
+    """
+
+    def __init__(self, keep: int, now_ts: Callable[[], float]) -> None:
+        self._now_ts = now_ts
+        self.book = RecordBook(keep, f"{int(now_ts()):x}")
+
+    def open(self, path: str, scope: Scope) -> Entry:
+        """A request arrived."""
+        return Entry(self.book.begin(path, scope, self._now_ts()))

@@ -1,0 +1,100 @@
+"""The ``/polykv/requests`` routes: what became of the last requests, and why they computed what they did."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from aiohttp import web
+
+from polykv_proxy.core.records import RequestId
+from polykv_proxy.errors import BadRequestError, NotFoundError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from polykv_proxy.core.divergence import Divergence
+    from polykv_proxy.core.records import RecordBook, RequestRecord
+    from polykv_proxy.core.types import Scope
+
+DEFAULT_LIMIT = 100
+
+
+class RequestsApi:
+    """The records' HTTP face.
+
+    Args:
+        book: the records.
+        sees: what the caller of a control route may see; None: everything.
+    """
+
+    def __init__(self, book: RecordBook, sees: Callable[[web.Request], Scope | None]) -> None:
+        self._book = book
+        self._sees = sees
+
+    def routes(self) -> list[web.RouteDef]:
+        """What the control application serves of it."""
+        return [
+            web.get("/polykv/requests", self.list_requests),
+            web.get("/polykv/requests/{request_id}", self.show_request),
+        ]
+
+    async def list_requests(self, request: web.Request) -> web.Response:
+        """``GET /polykv/requests``: the last ones, latest first."""
+        raw = request.query.get("limit", str(DEFAULT_LIMIT))
+        if not (raw.isascii() and raw.isdigit() and 0 < len(raw) < 10 and int(raw) > 0):
+            raise BadRequestError("limit must be a positive number", param="limit")
+        found = self._book.latest(
+            self._sees(request), session_id=request.query.get("session_id"), limit=int(raw)
+        )
+        return _json({"requests": [request_view(record) for record in found]})
+
+    async def show_request(self, request: web.Request) -> web.Response:
+        """``GET /polykv/requests/{id}``."""
+        request_id = RequestId(request.match_info["request_id"])
+        record = self._book.get(request_id, self._sees(request))
+        if record is None:
+            raise NotFoundError(
+                f"request {request_id} is not known (any more)", code="request_not_found", param="request_id"
+            )
+        return _json(request_view(record))
+
+
+def request_view(record: RequestRecord) -> dict[str, Any]:
+    """A record as JSON; unknown is null."""
+    return {
+        "request_id": record.request_id,
+        "session_id": record.session_id,
+        "path": record.path,
+        "engine": record.engine,
+        "state": record.state.value,
+        "error_code": record.error_code,
+        "started_ts": record.started_ts,
+        "ttft_ms": None if record.ttft_s is None else round(record.ttft_s * 1000.0, 3),
+        "pool_id": record.pool_id,
+        "pool_unknown": record.pool_unknown,
+        "continued": record.continued,
+        "planned_tokens": record.planned_tokens,
+        "prompt_tokens": record.prompt_tokens,
+        "cached_tokens": record.cached_tokens,
+        "computed_tokens": record.computed_tokens,
+        "generated_tokens": record.generated_tokens,
+        "divergence": None if record.divergence is None else divergence_view(record.divergence),
+    }
+
+
+def divergence_view(divergence: Divergence) -> dict[str, Any]:
+    """A divergence as JSON, here and in answers."""
+    return {
+        "token_index": divergence.token_index,
+        "message_index": divergence.message_index,
+        "section": None if divergence.section is None else divergence.section.value,
+        "expected_text": divergence.expected_text,
+        "got_text": divergence.got_text,
+        "cause": divergence.cause.value,
+    }
+
+
+def _json(document: dict[str, Any]) -> web.Response:
+    body = msgspec.json.encode(document)
+    return web.Response(body=body, content_type="application/json", charset="utf-8")

@@ -1,0 +1,121 @@
+"""The two ends of answers that pass untouched, at the price of one small call for each piece of them.
+
+The engine says what a request took in the last events of a stream (Anthropic's API: also in the first), or
+at the end of a plain answer; how the answer begins is in the first. So the first pieces and the last few are
+kept as they come, by reference, and read once the answer is complete.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import deque
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+
+from polykv_proxy.api.answer import Usage, read_usage
+
+FIRST_PIECES = 6
+"""Pieces kept from the beginning: the first token's event is one of them."""
+
+BEGINNING_BYTES = 16 * 1024
+"""Of these, as much is looked at; a plain answer may be one piece."""
+
+LAST_PIECES = 8
+"""Pieces kept; the end of a stream comes in up to four."""
+
+_MARKS = (b'"timings"', b'"usage"')
+"""These cannot be part of a longer string in JSON text: its quotes are escaped."""
+
+_MEMBER = re.compile(r'"(timings|usage)"\s*:\s*(?=\{)')
+
+BEGINNING_CHARS = 80
+
+_CONTENT = re.compile(rb'"(?:content|text|delta)"\s*:\s*"((?:[^"\\]|\\.)+)"')
+_REASONING = re.compile(rb'"(?:reasoning_content|thinking)"\s*:\s*"[^"]')
+
+_PARSER = json.JSONDecoder()
+
+
+class Tail:
+    """The ends of one answer: ``observe`` each piece, read the rest when it is complete."""
+
+    __slots__ = ("_first", "_last")
+
+    def __init__(self) -> None:
+        self._first: list[bytes] = []
+        self._last: deque[bytes] = deque(maxlen=LAST_PIECES)
+
+    def observe(self, data: bytes) -> None:
+        """A piece of the answer."""
+        if len(self._first) < FIRST_PIECES:
+            self._first.append(data)
+        self._last.append(data)
+
+    def beginning(self) -> tuple[str | None, bool]:
+        """How the answer began, None where that does not show; and whether with reasoning."""
+        data = b"".join(self._first)[:BEGINNING_BYTES]
+        found = _CONTENT.search(data)
+        text = None
+        if found is not None:
+            with suppress(msgspec.DecodeError):
+                text = msgspec.json.decode(b'"%b"' % found[1], type=str)[:BEGINNING_CHARS]
+        return text, _REASONING.search(data) is not None
+
+    def usage(self, *, stream: bool) -> Usage:
+        """What the engine says that the request took.
+
+        Args:
+            stream: whether the answer was an event stream.
+        """
+        data = b"".join(self._last)
+        if not stream:
+            return _usage_at_end(data)
+        found = Usage()
+        for piece in (b"".join(self._first), data):  # of a short answer all is read twice
+            if not any(mark in piece for mark in _MARKS):
+                continue
+            for event in piece.split(b"\n\n"):
+                if any(mark in event for mark in _MARKS):
+                    found = _later(found, _usage(_decoded(event[event.find(b"{") :])))
+        return found
+
+
+def _usage_at_end(data: bytes) -> Usage:
+    """Usage of a plain answer, also where its beginning is not here any more."""
+    if not any(mark in data for mark in _MARKS):
+        return Usage()
+    document = _decoded(data)
+    if document is None:
+        document, text = {}, data.decode(errors="replace")
+        for found in _MEMBER.finditer(text):
+            with suppress(ValueError):
+                document[found[1]] = _PARSER.raw_decode(text, found.end())[0]
+    return _usage(document)
+
+
+def _usage(document: dict[str, Any] | None) -> Usage:
+    if document is None:
+        return Usage()
+    try:
+        return read_usage(document)
+    except (KeyError, TypeError, AttributeError):
+        return Usage()  # not what this engine says; nobody depends on it
+
+
+def _later(one: Usage, other: Usage) -> Usage:
+    return Usage(
+        one.prompt_tokens if other.prompt_tokens is None else other.prompt_tokens,
+        one.cached_tokens if other.cached_tokens is None else other.cached_tokens,
+        one.generated_tokens if other.generated_tokens is None else other.generated_tokens,
+    )
+
+
+def _decoded(raw: bytes) -> dict[str, Any] | None:
+    try:
+        document = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, RecursionError):
+        return None
+    return document if isinstance(document, dict) else None

@@ -1,0 +1,101 @@
+"""Claims about ``api.requests``: the routes, and what whose key may see."""
+
+import pytest
+
+from api.rig import CHAT, chat
+
+KEYS = {"Authorization": "Bearer mine"}
+MEMBERS = {
+    "request_id",
+    "session_id",
+    "path",
+    "engine",
+    "state",
+    "error_code",
+    "started_ts",
+    "ttft_ms",
+    "pool_id",
+    "pool_unknown",
+    "continued",
+    "planned_tokens",
+    "prompt_tokens",
+    "cached_tokens",
+    "computed_tokens",
+    "generated_tokens",
+    "divergence",
+}
+
+
+async def listed(rig, query="", **headers):
+    """The records that this caller sees."""
+    answer = await rig.ask(f"/polykv/requests{query}", **headers)
+    assert answer.status == 200, answer.body
+    return answer.json["requests"]
+
+
+async def test_the_last_requests(rig):
+    """Latest first, each as it is under its own id."""
+    assert await listed(rig) == []
+    for session in ("a", "b", "a"):
+        await rig.ask(CHAT, chat("hi", session_id=session))
+    found = await listed(rig)
+    assert [record["session_id"] for record in found] == ["a", "b", "a"]
+    assert set(found[0]) == MEMBERS
+    assert len({record["request_id"] for record in found}) == 3
+    for record in found:
+        assert (await rig.ask(f"/polykv/requests/{record['request_id']}")).json == record
+    assert found[-1]["divergence"]["cause"] == "new_session"
+    assert found[0]["divergence"]["section"] is None
+    assert found[0]["ttft_ms"] > 0
+
+
+async def test_of_one_session_and_not_too_many(rig):
+    """Both can be asked for."""
+    for session in ("a", "b", "a"):
+        await rig.ask(CHAT, chat("hi", session_id=session))
+    everything = [record["request_id"] for record in await listed(rig)]
+    assert [record["request_id"] for record in await listed(rig, "?session_id=a")] == everything[::2]
+    assert [record["request_id"] for record in await listed(rig, "?limit=2")] == everything[:2]
+    assert await listed(rig, "?session_id=c") == []
+
+
+@pytest.mark.parametrize("limit", ["0", "-1", "x", "", "9999999999"])
+async def test_a_limit_is_a_number(rig, limit):
+    """A wrong one is refused by name."""
+    answer = await rig.ask(f"/polykv/requests?limit={limit}")
+    assert (answer.status, answer.error["param"]) == (400, "limit")
+
+
+async def test_an_id_that_is_not_known(rig):
+    """Never seen, or too long ago."""
+    answer = await rig.ask("/polykv/requests/req-0-1")
+    assert (answer.status, answer.error["code"]) == (404, "request_not_found")
+
+
+async def test_requests_are_seen_by_the_key_that_sent_them(rig):
+    """Other keys see nothing of them, not even that they exist."""
+    await rig.ask(CHAT, chat("hi"), **KEYS)
+    (record,) = await listed(rig, **KEYS)
+    assert await listed(rig) == []
+    path = f"/polykv/requests/{record['request_id']}"
+    assert (await rig.ask(path, **KEYS)).status == 200
+    assert (await rig.ask(path)).status == 404
+
+
+async def test_an_administrator_sees_all(proxies):
+    """With the admin key, which is demanded where one is set."""
+    rig = await proxies(admin="secret")
+    await rig.ask(CHAT, chat("hi"), **KEYS)
+    assert (await rig.ask("/polykv/requests")).status == 401
+    assert len(await listed(rig, X_PolyKV_Admin_Key="secret")) == 1
+
+
+async def test_so_many_are_kept_as_the_settings_say(proxies):
+    """None, if that is what they say."""
+    rig = await proxies(requests={"keep": 2})
+    for _ in range(3):
+        await rig.ask(CHAT, chat("hi"))
+    assert [record["request_id"].rpartition("-")[2] for record in await listed(rig)] == ["3", "2"]
+    rig = await proxies(requests={"keep": 0})
+    await rig.ask(CHAT, chat("hi"))
+    assert await listed(rig) == []

@@ -1,0 +1,106 @@
+"""Claims about ``api.tail``: usage and beginning of answers that nobody else reads."""
+
+import json
+
+import pytest
+from fake_engine import Script, token_events, whole_answer
+from fake_polykv import _events, _whole
+from recorded import reply
+
+from polykv_proxy.api.answer import Usage, read_usage
+from polykv_proxy.api.tail import LAST_PIECES, Tail
+
+SCRIPT = Script(tokens=30, text=" word", prompt_n=12, cache_n=5)
+PATHS = ("/completion", "/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses", "/infill")
+
+
+def watching(pieces):
+    """A tail that saw these pieces."""
+    tail = Tail()
+    for piece in pieces:
+        tail.observe(piece)
+    return tail
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_usage_of_streams(path):
+    """In whatever pieces they come: events, several at once, all at once."""
+    events = token_events(path, SCRIPT) if path == "/infill" else _events(path, SCRIPT)
+    for pieces in (events, [b"".join(events[:9]), *events[9:]], [b"".join(events)]):
+        assert watching(pieces).usage(stream=True) == Usage(17, 5, 30)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_usage_of_plain_answers(path):
+    """Compact or not."""
+    answer = whole_answer(path, SCRIPT) if path == "/infill" else _whole(path, SCRIPT)
+    for separators in ((",", ":"), (", ", ": ")):
+        body = json.dumps(answer, separators=separators).encode()
+        assert watching([body]).usage(stream=False) == Usage(17, 5, 30)
+
+
+@pytest.mark.parametrize("name", ["chat", "text", "completion", "responses", "messages"])
+def test_usage_and_beginning_as_the_engine_words_them(name):
+    """Recorded answers: a stream, event by event, and a plain one of the same request."""
+    events = [event + b"\n\n" for event in reply(f"{name}_stream").removesuffix(b"\n\n").split(b"\n\n")]
+    stream, plain = watching(events), watching([reply(name)])
+    assert plain.usage(stream=False) == read_usage(json.loads(reply(name)))
+    found = stream.usage(stream=True)
+    assert found.generated_tokens == 5
+    assert found.prompt_tokens == plain.usage(stream=False).prompt_tokens
+    assert found.cached_tokens is not None
+    text, start = plain.beginning()[0], stream.beginning()[0]
+    assert start
+    assert text.startswith(start)
+
+
+def test_usage_of_a_plain_answer_whose_beginning_is_gone():
+    """More pieces than are kept; what only looks like usage in its text does not count."""
+    text = 'He said: {"usage":{"prompt_tokens":1}} ' * 300
+    answer = {"choices": [{"text": text}], "usage": SCRIPT.usage(), "timings": SCRIPT.timings()}
+    body = json.dumps(answer).encode()
+    size = len(body) // (3 * LAST_PIECES)
+    tail = watching([body[at : at + size] for at in range(0, len(body), size)])
+    assert tail.usage(stream=False) == Usage(17, 5, 30)
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        [],
+        [b""],
+        [b"not json"],
+        [b'{"usage": {"prompt'],
+        [b'{"usage": 5}'],
+        [b'{"timings": {"cache_n": 1}}'],
+        [b'["usage"]'],
+        [b'data: {"usage": [\n\n'],
+        [b'{"error": {"message": "no usage"}}'],
+    ],
+)
+@pytest.mark.parametrize("stream", [True, False])
+def test_answers_without_usage(pieces, stream):
+    """Unknown is no error."""
+    assert watching(pieces).usage(stream=stream) == Usage()
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_how_an_answer_begins(path):
+    """Its first token at least; all of it, up to a bound, where it came at once."""
+    if path != "/infill":
+        text, reasoned = watching(_events(path, SCRIPT)).beginning()
+        assert text.startswith(" word")
+        assert not reasoned
+    answer = whole_answer(path, SCRIPT)
+    if path != "/v1/responses":
+        text, _ = watching([json.dumps(answer).encode()]).beginning()
+        assert text == (" word" * 30)[:80]
+
+
+def test_reasoning_is_told():
+    """In the engine's member for it, and in Anthropic's."""
+    for member in ("reasoning_content", "thinking"):
+        assert watching([b'data: {"delta": {"%b": "Hm"}}\n\n' % member.encode()]).beginning() == (None, True)
+    assert watching([b'data: {"delta": {"reasoning_content": ""}}\n\n']).beginning() == (None, False)
+    assert watching([b'{"content":"a\\"b"}']).beginning() == ('a"b', False)
+    assert watching([b'{"content":"\\ud800"}']).beginning() == (None, False)
