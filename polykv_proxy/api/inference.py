@@ -356,7 +356,7 @@ class Inference:
         usage = Usage()
         if tail is not None and result.completed:
             usage = tail.usage(stream=stream)
-            work.entry.began(*tail.beginning())
+            work.entry.began(tail.beginning())
         self._account(work, usage, result)
         return result
 

@@ -60,7 +60,6 @@ class Entry:
         "_lease",
         "_own_outline",
         "_plan",
-        "_reasoned",
         "_recall",
         "_tokens",
         "_usage",
@@ -78,8 +77,7 @@ class Entry:
         self._candidates: list[Candidate] = []
         self._chosen: Candidate | None = None
         self._usage = Usage()
-        self._answer: str | None = None
-        self._reasoned = False
+        self._answer = b""
         self._own_outline: Outline | None = None
         self._divergence: Divergence | None = None
         self._explained = False
@@ -133,9 +131,9 @@ class Entry:
         else:
             self.failed(f"engine_status_{status}")
 
-    def began(self, text: str | None, reasoned: bool) -> None:
-        """How the answer began; see ``Tail.beginning``."""
-        self._answer, self._reasoned = text, reasoned
+    def began(self, data: bytes) -> None:
+        """The first bytes of the answer."""
+        self._answer = data
 
     def first_byte(self, ttft_s: float) -> None:
         """The answer began to reach the client."""
@@ -264,7 +262,6 @@ class Entry:
                 prompt_tokens=usage.prompt_tokens,
                 resident_tokens=resident,
                 answer=self._answer,
-                reasoned=self._reasoned,
                 tokens=self._tokens,
             )
         )

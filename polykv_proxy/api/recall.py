@@ -14,6 +14,7 @@ import structlog
 from polykv_proxy.api import asked as asking
 from polykv_proxy.api import outline as outlines
 from polykv_proxy.api.families import INFERENCE, Dialect
+from polykv_proxy.api.tail import begins_with
 from polykv_proxy.core.divergence import Cause, Divergence, Outline, Part, Section, Then, refined
 from polykv_proxy.core.past import Past, PastBook
 from polykv_proxy.core.types import Capability, common_prefix
@@ -63,6 +64,7 @@ class Candidate:
 
     def then(self, outline: Outline) -> Then:
         """What the core is told of it."""
+        answer, reasoned = begins_with(self.past.answer)
         return Then(
             outline=outline,
             epoch=self.past.epoch,
@@ -70,8 +72,8 @@ class Candidate:
             resident_tokens=self.past.resident_tokens,
             held=self.held,
             taken=self.taken,
-            answer=self.past.answer,
-            reasoned=self.past.reasoned,
+            answer=answer,
+            reasoned=reasoned,
         )
 
 
@@ -118,21 +120,21 @@ class Recall:
             return [] if own is None else [Candidate(own, certain=True, held=True, taken=False)]
         continued = self._pasts.continued_by(session.scope, session.name, chain)
         found = [continued, own, *self._pasts.recent(session.scope, session.name, NAMESAKES)]
-        return [
-            self._candidate(past, lease, certain=past is continued or _share_links(past, chain))
-            for past in dict.fromkeys(found)
-            if past is not None
-        ]
-
-    def _candidate(self, past: Past, lease: Lease, *, certain: bool) -> Candidate:
-        if past.session is lease.session:
-            return Candidate(past, certain=certain, held=False, taken=lease.evicted)
         board = self._runtime.plane.board.slots
         # the request itself may have displaced it: it was there to be reused all the same
-        held = past.session.slot is not None or any(
-            board[number].before[0] is past.session for number in lease.slots if number < len(board)
-        )
-        return Candidate(past, certain=certain, held=held, taken=past.session.taken)
+        displaced = {board[number].before[0] for number in lease.slots if number < len(board)}
+        candidates = []
+        for past in dict.fromkeys(found):
+            if past is None:
+                continue
+            owner = past.session
+            if owner is session:
+                held, taken = False, lease.evicted
+            else:
+                held, taken = owner.slot is not None or owner in displaced, owner.taken
+            certain = past is continued or _share_links(past, chain)
+            candidates.append(Candidate(past, certain=certain, held=held, taken=taken))
+        return candidates
 
     # -- tokens, on the side -----------------------------------------------------------------------------
 

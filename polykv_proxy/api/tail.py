@@ -20,14 +20,11 @@ from polykv_proxy.api.answer import Usage, read_usage
 FIRST_PIECES = 6
 """Pieces kept from the beginning: the first token's event is one of them."""
 
-BEGINNING_BYTES = 16 * 1024
-"""Of these, as much is looked at; a plain answer may be one piece."""
+BEGINNING_BYTES = 4096
+"""Of these, as much is kept; a plain answer may be one piece."""
 
 LAST_PIECES = 8
 """Pieces kept; the end of a stream comes in up to four."""
-
-_MARKS = (b'"timings"', b'"usage"')
-"""These cannot be part of a longer string in JSON text: its quotes are escaped."""
 
 _MEMBER = re.compile(r'"(timings|usage)"\s*:\s*(?=\{)')
 
@@ -54,15 +51,9 @@ class Tail:
             self._first.append(data)
         self._last.append(data)
 
-    def beginning(self) -> tuple[str | None, bool]:
-        """How the answer began, None where that does not show; and whether with reasoning."""
-        data = b"".join(self._first)[:BEGINNING_BYTES]
-        found = _CONTENT.search(data)
-        text = None
-        if found is not None:
-            with suppress(msgspec.DecodeError):
-                text = msgspec.json.decode(b'"%b"' % found[1], type=str)[:BEGINNING_CHARS]
-        return text, _REASONING.search(data) is not None
+    def beginning(self) -> bytes:
+        """The first bytes of the answer; see ``begins_with``."""
+        return b"".join(self._first)[:BEGINNING_BYTES]
 
     def usage(self, *, stream: bool) -> Usage:
         """What the engine says that the request took.
@@ -75,17 +66,35 @@ class Tail:
             return _usage_at_end(data)
         found = Usage()
         for piece in (b"".join(self._first), data):  # of a short answer all is read twice
-            if not any(mark in piece for mark in _MARKS):
+            if not _says(piece):
                 continue
             for event in piece.split(b"\n\n"):
-                if any(mark in event for mark in _MARKS):
+                if _says(event):
                     found = _later(found, _usage(_decoded(event[event.find(b"{") :])))
         return found
 
 
+def _says(data: bytes) -> bool:
+    """Whether usage may be in it. These cannot be part of a string in JSON text: its quotes are escaped."""
+    return b'"timings"' in data or b'"usage"' in data
+
+
+def begins_with(data: bytes) -> tuple[str | None, bool]:
+    """How an answer begins, None where that does not show; and whether with reasoning.
+
+    Args:
+        data: its first bytes.
+    """
+    found, text = _CONTENT.search(data), None
+    if found is not None:
+        with suppress(msgspec.DecodeError):
+            text = msgspec.json.decode(b'"%b"' % found[1], type=str)[:BEGINNING_CHARS]
+    return text, _REASONING.search(data) is not None
+
+
 def _usage_at_end(data: bytes) -> Usage:
     """Usage of a plain answer, also where its beginning is not here any more."""
-    if not any(mark in data for mark in _MARKS):
+    if not _says(data):
         return Usage()
     document = _decoded(data)
     if document is None:

@@ -41,19 +41,19 @@ class Past:
     prompt_tokens: int | None = None
     resident_tokens: int | None = None
     """What its slot held when it was over."""
-    answer: str | None = None
-    """How its answer began."""
-    reasoned: bool = False
-    """Whether that was reasoning."""
+    answer: bytes = b""
+    """The first bytes of its answer, as they came."""
     tokens: Tokens | None = None
     """Its prompt's, if they were needed anyway."""
     outline: Outline | None = None
     """Without text; made when the body goes."""
+    counted_bytes: int = 0
+    """What the book counts it for."""
 
     @property
     def size_bytes(self) -> int:
         """About what it takes."""
-        held = self.chain.itemsize * len(self.chain)
+        held = 8 * len(self.chain) + len(self.answer)
         held += 0 if self.body is None else len(self.body)
         held += 0 if self.tokens is None else self.tokens.itemsize * len(self.tokens)
         return held + (0 if self.outline is None else PART_BYTES * len(self.outline.parts))
@@ -93,7 +93,8 @@ class PastBook:
             self._full[session] = past
         if past.chain:
             self._ends[_end(past)] = past
-        self.size_bytes += past.size_bytes
+        past.counted_bytes = past.size_bytes
+        self.size_bytes += past.counted_bytes
         while len(self._pasts) > self._keep:
             self._drop(next(iter(self._pasts)))
         while self.size_bytes > self._budget_bytes and self._full:
@@ -118,10 +119,10 @@ class PastBook:
         return islice(reversed(self._names.get((scope, name), {}).values()), most)
 
     def _shrink(self, past: Past) -> None:
-        self.size_bytes -= past.size_bytes
         past.outline = self._summarise(past)
         past.body = past.tokens = None
-        self.size_bytes += past.size_bytes
+        self.size_bytes += past.size_bytes - past.counted_bytes
+        past.counted_bytes = past.size_bytes
 
     def _drop(self, session: Session) -> None:
         past = self._pasts.pop(session, None)
@@ -132,7 +133,7 @@ class PastBook:
         if not namesakes:
             del self._names[session.scope, session.name]
         self._full.pop(session, None)
-        self.size_bytes -= past.size_bytes
+        self.size_bytes -= past.counted_bytes
         if past.chain and self._ends.get(_end(past)) is past:
             del self._ends[_end(past)]
 

@@ -8,7 +8,7 @@ from fake_polykv import _events, _whole
 from recorded import reply
 
 from polykv_proxy.api.answer import Usage, read_usage
-from polykv_proxy.api.tail import LAST_PIECES, Tail
+from polykv_proxy.api.tail import BEGINNING_BYTES, LAST_PIECES, Tail, begins_with
 
 SCRIPT = Script(tokens=30, text=" word", prompt_n=12, cache_n=5)
 PATHS = ("/completion", "/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses", "/infill")
@@ -49,7 +49,7 @@ def test_usage_and_beginning_as_the_engine_words_them(name):
     assert found.generated_tokens == 5
     assert found.prompt_tokens == plain.usage(stream=False).prompt_tokens
     assert found.cached_tokens is not None
-    text, start = plain.beginning()[0], stream.beginning()[0]
+    text, start = begins_with(plain.beginning())[0], begins_with(stream.beginning())[0]
     assert start
     assert text.startswith(start)
 
@@ -88,19 +88,25 @@ def test_answers_without_usage(pieces, stream):
 def test_how_an_answer_begins(path):
     """Its first token at least; all of it, up to a bound, where it came at once."""
     if path != "/infill":
-        text, reasoned = watching(_events(path, SCRIPT)).beginning()
+        text, reasoned = begins_with(watching(_events(path, SCRIPT)).beginning())
         assert text.startswith(" word")
         assert not reasoned
     answer = whole_answer(path, SCRIPT)
     if path != "/v1/responses":
-        text, _ = watching([json.dumps(answer).encode()]).beginning()
+        text, _ = begins_with(watching([json.dumps(answer).encode()]).beginning())
         assert text == (" word" * 30)[:80]
 
 
 def test_reasoning_is_told():
     """In the engine's member for it, and in Anthropic's."""
     for member in ("reasoning_content", "thinking"):
-        assert watching([b'data: {"delta": {"%b": "Hm"}}\n\n' % member.encode()]).beginning() == (None, True)
-    assert watching([b'data: {"delta": {"reasoning_content": ""}}\n\n']).beginning() == (None, False)
-    assert watching([b'{"content":"a\\"b"}']).beginning() == ('a"b', False)
-    assert watching([b'{"content":"\\ud800"}']).beginning() == (None, False)
+        assert begins_with(b'data: {"delta": {"%b": "Hm"}}\n\n' % member.encode()) == (None, True)
+    assert begins_with(b'data: {"delta": {"reasoning_content": ""}}\n\n') == (None, False)
+    assert begins_with(b'{"content":"a\\"b"}') == ('a"b', False)
+    assert begins_with(b'{"content":"\\ud800"}') == (None, False)
+
+
+def test_the_beginning_is_bounded():
+    """A plain answer is one piece."""
+    assert watching([b"x" * 10_000, b"y"]).beginning() == b"x" * BEGINNING_BYTES
+    assert watching([]).beginning() == b""
