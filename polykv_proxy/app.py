@@ -21,7 +21,7 @@ from polykv_proxy.api.advice import Advice
 from polykv_proxy.api.control import ControlApi
 from polykv_proxy.api.guard import Guard
 from polykv_proxy.api.inference import Inference
-from polykv_proxy.api.ledger import Ledger
+from polykv_proxy.api.journal import Journal
 from polykv_proxy.api.merged import Merged
 from polykv_proxy.api.requests import RequestsApi
 from polykv_proxy.api.routes import Handlers, Routes, render_error
@@ -96,8 +96,8 @@ class Proxy:
             guard = Guard(_admin_key(settings), (*settings.allowed_hosts, settings.listen_host))
             control = ControlApi(fleet, guard, shared=settings.share_across_keys)
             advice = Advice(fleet.first.plane.policy)
-            ledger = Ledger(settings.requests.keep, Runtime.now_ts)
-            further = [*advice.routes(control.sees), *RequestsApi(ledger.book, control.sees).routes()]
+            journal = Journal(settings.requests.keep, Runtime.now_ts)
+            further = [*advice.routes(control.sees), *RequestsApi(journal.book, control.sees).routes()]
             inside = await stack.enter_async_context(
                 InProcess(control.application(settings.max_body_bytes, further))
             )
@@ -107,7 +107,7 @@ class Proxy:
                 guard,
                 settings,
                 advice=advice,
-                ledger=ledger,
+                journal=journal,
                 hold_s=PASS_THROUGH_HOLD_S,
             )
             for start in starts:
@@ -191,7 +191,7 @@ def assemble(  # noqa: PLR0913 - the parts of a proxy
     settings: Settings,
     *,
     advice: Advice,
-    ledger: Ledger,
+    journal: Journal,
     hold_s: float,
 ) -> Routes:
     """The handlers of a fleet behind one face.
@@ -202,7 +202,7 @@ def assemble(  # noqa: PLR0913 - the parts of a proxy
         guard: who may use slot actions.
         advice: what is noticed in requests.
         settings: limits and queue times.
-        ledger: keeps the records.
+        journal: keeps the records.
         hold_s: seconds a passed-through request waits for an engine.
     """
     handlers = [
@@ -213,7 +213,7 @@ def assemble(  # noqa: PLR0913 - the parts of a proxy
         for engine in fleet
     ]
     return Routes(
-        fleet, handlers, Merged(fleet), control, settings, advice=advice, ledger=ledger, hold_s=hold_s
+        fleet, handlers, Merged(fleet), control, settings, advice=advice, journal=journal, hold_s=hold_s
     )
 
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from polykv_proxy.api.advice import Advice
     from polykv_proxy.api.asked import Asked
     from polykv_proxy.api.families import Family
-    from polykv_proxy.api.ledger import Entry
+    from polykv_proxy.api.journal import Entry
     from polykv_proxy.config import Settings
     from polykv_proxy.core.decisions import AttachPlan, Lease
     from polykv_proxy.core.slots import Ask

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from polykv_proxy.api.advice import Advice
     from polykv_proxy.api.asked import Asked
     from polykv_proxy.api.inference import Inference
-    from polykv_proxy.api.ledger import Ledger
+    from polykv_proxy.api.journal import Journal
     from polykv_proxy.api.merged import Merged
     from polykv_proxy.api.status import Status
     from polykv_proxy.config import Settings
@@ -70,7 +70,7 @@ class Routes:
         control: the way to the control application.
         settings: limits, and who shares with whom.
         advice: what is noticed in requests.
-        ledger: keeps the records.
+        journal: keeps the records.
         hold_s: seconds a passed-through request waits for an engine.
     """
 
@@ -83,7 +83,7 @@ class Routes:
         settings: Settings,
         *,
         advice: Advice,
-        ledger: Ledger,
+        journal: Journal,
         hold_s: float,
     ) -> None:
         self._fleet = fleet
@@ -91,7 +91,7 @@ class Routes:
         self._merged = merged
         self._control = control
         self._advice = advice
-        self._ledger = ledger
+        self._journal = journal
         self._hold_s = hold_s
         self._max_body_bytes = settings.max_body_bytes
         self._shared = settings.share_across_keys
@@ -155,7 +155,7 @@ class Routes:
         """A request that runs in a slot: read it, choose its engine, have it answered there."""
         head = exchange.head
         scope = scope_of(head, shared=self._shared)
-        with self._ledger.open(head.path, scope) as entry:
+        with self._journal.open(head.path, scope) as entry:
             body = await exchange.read_body(self._max_body_bytes)
             asked = asking.read(body, family, our_headers(head), mask=self._advice.masks)
             if asked.masked:

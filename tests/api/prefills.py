@@ -12,7 +12,7 @@ ALONE = {"auto_pools": False, "auto_match": False}
 
 def last(rig):
     """The last request's record."""
-    return rig.ledger.book.latest(None, session_id=None, limit=1)[0]
+    return rig.journal.book.latest(None, session_id=None, limit=1)[0]
 
 
 async def explained(rig, body, path=CHAT, **options):

@@ -15,7 +15,7 @@ from polykv_proxy import sampler
 from polykv_proxy.api.advice import Advice
 from polykv_proxy.api.control import ControlApi
 from polykv_proxy.api.guard import Guard
-from polykv_proxy.api.ledger import Ledger
+from polykv_proxy.api.journal import Journal
 from polykv_proxy.api.requests import RequestsApi
 from polykv_proxy.api.routes import render_error
 from polykv_proxy.app import assemble
@@ -134,8 +134,8 @@ class Rig:
         guard = Guard(self._admin, self.settings.allowed_hosts)
         control = ControlApi(self.fleet, guard, shared=self.settings.share_across_keys)
         advice = Advice(self.fleet.first.plane.policy)
-        self.ledger = Ledger(self.settings.requests.keep, Runtime.now_ts)
-        further = [*advice.routes(control.sees), *RequestsApi(self.ledger.book, control.sees).routes()]
+        self.journal = Journal(self.settings.requests.keep, Runtime.now_ts)
+        further = [*advice.routes(control.sees), *RequestsApi(self.journal.book, control.sees).routes()]
         inside = await stack.enter_async_context(InProcess(control.application(1 << 20, further)))
         routes = assemble(
             self.fleet,
@@ -143,7 +143,7 @@ class Rig:
             guard,
             self.settings,
             advice=advice,
-            ledger=self.ledger,
+            journal=self.journal,
             hold_s=self._hold_s,
         )
         self.handlers = routes._handlers

@@ -75,7 +75,7 @@ async def test_slot_lost(rig):
     await asyncio.gather(*more)
     assert Cause.SLOT_LOST in {
         record.divergence and record.divergence.cause
-        for record in rig.ledger.book.latest(None, session_id=None, limit=2)
+        for record in rig.journal.book.latest(None, session_id=None, limit=2)
     }
 
 

@@ -267,7 +267,7 @@ class Entry:
         )
 
 
-class Ledger:
+class Journal:
     """All records of one proxy.
 
     Args:

@@ -1,4 +1,4 @@
-"""Claims about ``api.ledger``: what requests' records say, from their arrival to their end."""
+"""Claims about ``api.journal``: what requests' records say, from their arrival to their end."""
 
 import pytest
 from fake_engine import Script
