@@ -29,7 +29,7 @@ from aiohttp import web
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-Fault = Literal["die_before_head", "die_in_prompt", "die_mid_stream", "error"]
+Fault = Literal["die_before_head", "die_in_prompt", "die_mid_stream", "error", "error_mid_stream"]
 
 _CREATED = 1_760_000_000
 _GENERATING = (
@@ -57,7 +57,7 @@ class Script:
         cache_n: prompt tokens that the timings report as cached.
         fault: ``die_before_head`` closes the connection after the prefill, ``die_in_prompt`` within it (only
             ``FakePolykv`` has one), ``die_mid_stream`` after half of the tokens, ``error`` answers ``status``
-            with ``error_body``.
+            with ``error_body``, ``error_mid_stream`` ends a stream with it (only ``FakePolykv`` does).
         status: for the fault ``error``.
         error_body: for the fault ``error``.
         headers: added to the answer.

@@ -338,6 +338,9 @@ class FakePolykv(FakeEngine):
         for number, event in enumerate(_events(recorded.path, script)):
             if script.fault == "die_mid_stream" and number == 2:
                 return _die(request)
+            if script.fault == "error_mid_stream" and number == 2:
+                await answer.write(b"data: " + json.dumps(script.error_body).encode() + b"\n\n")
+                break
             if number and script.token_delay_s:
                 await asyncio.sleep(script.token_delay_s)
             await answer.write(event)

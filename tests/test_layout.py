@@ -46,6 +46,32 @@ def test_the_example_configuration_exists():
     assert (ROOT / "config" / "schema.json").is_file()
 
 
+NOT_FOR_CLIENTS = {
+    "not_found",  # of calls to the engine; what clients get names what was not found
+    "forbidden",  # of the base class; each refusal says which
+    "conflict",
+    "pool_in_use",
+    "config_error",  # of the command line
+    "engine_build_failed",
+    "engine_crashed",
+    "engine_not_started",
+}
+
+
+def test_every_error_code_is_explained():
+    """Each code that the package has is a row of the reference, and the reference has no others."""
+    source = "\n".join(path.read_text() for path in PACKAGE.rglob("*.py"))
+    codes = set(re.findall(r'\bcode(?:: str)? ?= ?"([a-z_]+)"', source))
+    codes |= set(re.findall(r'Reject\("([a-z_]+)"', source)) | {"engine_failed", "method_not_allowed"}
+    rows = [
+        row for row in (ROOT / "docs/reference/errors.md").read_text().splitlines() if row.startswith("| ")
+    ]
+    explained = {code for row in rows for code in re.findall(r"`([a-z_]+)`", row.split("|")[2])}
+    assert codes - NOT_FOR_CLIENTS - explained == set()
+    assert explained - codes == set()
+    assert codes >= NOT_FOR_CLIENTS
+
+
 def test_every_package_says_what_it_is():
     """A docstring at its top."""
     for package in PACKAGE.rglob("__init__.py"):

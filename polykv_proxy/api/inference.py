@@ -22,11 +22,14 @@ from polykv_proxy.api.answer import AnswerReader, Usage
 from polykv_proxy.api.hints import Hints
 from polykv_proxy.api.hold import Hold
 from polykv_proxy.api.identity import OUR_HEADER_PREFIX, without_ours
+from polykv_proxy.api.lint import judge
+from polykv_proxy.api.overflow import STATUSES, Overflows
 from polykv_proxy.api.recall import Recall
 from polykv_proxy.api.requests import divergence_view
 from polykv_proxy.api.tail import Tail
 from polykv_proxy.core.slots import Content
 from polykv_proxy.core.types import Capability, PoolId
+from polykv_proxy.edge.head import HOP_BY_HOP
 from polykv_proxy.edge.relay import RelayResult, relay, relay_into_open_stream
 from polykv_proxy.errors import EngineGoneError, PolyKVError, SaturatedError, UnavailableError
 
@@ -52,7 +55,7 @@ log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
 
-ERROR_BODY_BYTES = 1024 * 1024
+ERROR_BODY_BYTES = 64 * 1024 * 1024
 
 
 MAX_LOOKS = 8
@@ -330,8 +333,12 @@ class Inference:
     async def _answer(self, work: _Work, response: UpstreamResponse) -> RelayResult:
         """Splice the answer to the client; what nobody writes into is only watched."""
         work.entry.answering(response.head.status)
+        cached = None if work.plan is None else work.plan.tokens
+        overflows = Overflows(self._runtime.plane.facts, cached)
         if work.hold.opened and response.head.status != 200:
-            return await self._refused_late(work, response)
+            return await self._refused_late(work, response, overflows)
+        if response.head.status in STATUSES:
+            return await self._refused(work, response, overflows)
         stream = (response.head.get(b"content-type") or b"").startswith(b"text/event-stream")
         reader = self._reader(work, response, stream=stream)
         tail = Tail() if response.head.status == 200 else None
@@ -342,7 +349,12 @@ class Inference:
 
         if work.hold.opened:
             result = await relay_into_open_stream(
-                work.exchange, response, transform=reader, observer=observer, on_truncated=truncated
+                work.exchange,
+                response,
+                transform=reader,
+                observer=observer,
+                on_truncated=truncated,
+                mend=overflows.in_events,
             )
         else:
             result = await relay(
@@ -352,6 +364,7 @@ class Inference:
                 transform=reader,
                 observer=observer,
                 on_truncated=truncated,
+                mend=overflows.in_events,
             )
         usage = Usage()
         if tail is not None and result.completed:
@@ -360,7 +373,18 @@ class Inference:
         self._account(work, usage, result)
         return result
 
-    async def _refused_late(self, work: _Work, response: UpstreamResponse) -> RelayResult:
+    async def _refused(self, work: _Work, response: UpstreamResponse, overflows: Overflows) -> RelayResult:
+        """The engine refuses a request: in its own words, but for an overflow, which has one type for all."""
+        status, body = overflows.in_body(response.head.status, await response.read(ERROR_BODY_BYTES))
+        hidden = HOP_BY_HOP | response.head.connection_named() | {b"content-length"}
+        headers = [field for field in response.head.headers if field[0].lower() not in hidden]
+        result = RelayResult(bytes=len(body), completed=True, first_byte_at=monotonic())
+        await work.exchange.respond(status, [*headers, *self._headers(work)], body)
+        self._account(work, Usage(), result)
+        return result
+
+    @staticmethod
+    async def _refused_late(work: _Work, response: UpstreamResponse, overflows: Overflows) -> RelayResult:
         """The engine refuses a request whose stream is open already: its error becomes the last event."""
         body = await response.read(ERROR_BODY_BYTES)
         try:
@@ -371,7 +395,7 @@ class Inference:
             "message": f"the engine answered with status {response.head.status}",
             "type": "server_error",
         }
-        await work.hold.fail_with(stand_in | members)
+        await work.hold.fail_with(overflows.in_error(stand_in | members))
         return RelayResult(completed=True)
 
     def _reader(self, work: _Work, response: UpstreamResponse, *, stream: bool) -> AnswerReader | None:
@@ -447,6 +471,10 @@ class Inference:
             block["id_slot_ignored"] = True
         if work.asked.masked:
             block["billing_header_masked"] = True
+        if used is not None and facts is not None and used + 1 >= facts.ctx_tokens:
+            block["context_full"] = True
+        if odd := judge(work.asked.body, work.family.dialect):
+            block["lint"] = odd
         return block
 
 

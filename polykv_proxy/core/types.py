@@ -170,6 +170,8 @@ class EngineFacts:
     """Window of one slot."""
     bytes_per_cell: int
     build: str
+    model_tokens: int | None = None
+    """Context that the model was trained with; None if the engine does not say."""
     models: tuple[str, ...] = ()
     """Names under which it answers, aliases included."""
 

@@ -31,6 +31,9 @@ HOLD_LIMIT_BYTES = 256 * 1024
 
 _EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
 
+_ERROR = b"error"
+"""Stands in every error event, of whichever API, and seldom elsewhere."""
+
 
 class Transform(Protocol):
     """Changes a payload on its way, piece by piece."""
@@ -72,6 +75,7 @@ async def relay(  # noqa: PLR0913 - one place for all that can be done to an ans
     observer: Callable[[bytes], object] | None = None,
     transform: Transform | None = None,
     on_truncated: Callable[[EngineGoneError], bytes | None] | None = None,
+    mend: Callable[[bytes], bytes] | None = None,
 ) -> RelayResult:
     """Answer an exchange with an engine's answer.
 
@@ -85,6 +89,8 @@ async def relay(  # noqa: PLR0913 - one place for all that can be done to an ans
         on_truncated: called when an event stream breaks off; returns payload that ends the stream
             properly (a last event), or None to break the client's transfer off too. While it is set,
             an event is passed on when it is complete.
+        mend: gets the complete events of a stream among which the word "error" stands, and returns what
+            goes out in their place; only together with ``on_truncated``.
 
     Returns:
         What happened. A broken answer is not an exception here: the client has its share already.
@@ -102,18 +108,21 @@ async def relay(  # noqa: PLR0913 - one place for all that can be done to an ans
     exchange.chunked = plan.chunked
     if plan.raw and (body := response.take_whole(observer)) is not None:
         return await _relay_whole(exchange, head, body, sse=_is_sse(response))
-    splice = _Splice(exchange, response, observer, transform, on_truncated)
+    splice = _Splice(
+        exchange, response, observer=observer, transform=transform, on_truncated=on_truncated, mend=mend
+    )
     splice.prefix = head
     return await splice.run(raw=plan.raw)
 
 
-async def relay_into_open_stream(
+async def relay_into_open_stream(  # noqa: PLR0913 - as in ``relay``
     exchange: Exchange,
     response: UpstreamResponse,
     *,
     observer: Callable[[bytes], object] | None = None,
     transform: Transform | None = None,
     on_truncated: Callable[[EngineGoneError], bytes | None] | None = None,
+    mend: Callable[[bytes], bytes] | None = None,
 ) -> RelayResult:
     """Put an engine's body into a stream that was opened earlier, and end it.
 
@@ -123,7 +132,9 @@ async def relay_into_open_stream(
     if not exchange.started or exchange.responded:
         response.abort()
         raise RuntimeError("the exchange has no open stream")
-    splice = _Splice(exchange, response, observer, transform, on_truncated)
+    splice = _Splice(
+        exchange, response, observer=observer, transform=transform, on_truncated=on_truncated, mend=mend
+    )
     return await splice.run(raw=exchange.chunked and response.head.chunked and transform is None)
 
 
@@ -180,6 +191,25 @@ def _plan(exchange: Exchange, response: UpstreamResponse, *, transformed: bool) 
     return _CHUNKS_AS_THEY_ARE if head.chunked and not transformed else _CHUNKS
 
 
+def _mended(data: bytes, mend: Callable[[bytes], bytes], *, last: bool) -> bytes:
+    """Whole chunks with their payload mended.
+
+    Args:
+        data: the chunks.
+        mend: see ``relay``.
+        last: whether the last chunk, which has no payload, is among them.
+    """
+    pieces: list[bytes] = []
+    body = ChunkedBody()
+    body.sink = pieces.append
+    body.feed(data)
+    payload = b"".join(pieces)
+    mended = mend(payload)
+    if mended == payload:
+        return data
+    return chunk(mended) + (LAST_CHUNK if last else b"")
+
+
 class _Splice:
     """One body on its way."""
 
@@ -188,6 +218,7 @@ class _Splice:
         "_exchange",
         "_held",
         "_is_raw",
+        "_mend",
         "_observer",
         "_on_truncated",
         "_pieces",
@@ -203,13 +234,15 @@ class _Splice:
         "prefix",
     )
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - as in ``relay``
         self,
         exchange: Exchange,
         response: UpstreamResponse,
+        *,
         observer: Callable[[bytes], object] | None,
         transform: Transform | None,
         on_truncated: Callable[[EngineGoneError], bytes | None] | None,
+        mend: Callable[[bytes], bytes] | None,
     ) -> None:
         self._exchange = exchange
         self._response = response
@@ -218,6 +251,7 @@ class _Splice:
         self._transform = transform
         self._sse = _is_sse(response)
         self._on_truncated = on_truncated if self._sse else None
+        self._mend = mend if self._sse else None
         self._result = RelayResult()
         # The transport itself: the connection aborts us before its transport is unusable.
         self._write = exchange.connection.transport.write
@@ -301,7 +335,7 @@ class _Splice:
         At 5,000 events a second each call and each attribute less is seen in the CPU time of the proxy.
         """
         response, result, observer, write = self._response, self._result, self._observer, self._write
-        feed, sizes = response.feed, COMMON_SIZES
+        feed, sizes, mends = response.feed, COMMON_SIZES, self._mend is not None
         ending = b"\r\n" if self._on_truncated is None else b"\n\n\r\n"
 
         def forward(data: bytes) -> None:
@@ -313,6 +347,7 @@ class _Splice:
                 or not data.endswith(ending)
                 or not body.between_chunks
                 or self._unsettled
+                or (mends and _ERROR in data)
             ):
                 feed(data)
                 return
@@ -336,8 +371,12 @@ class _Splice:
             isinstance(body, ChunkedBody) and body.between_chunks and self._tail.endswith(_EVENT_ENDS)
         )
         if whole or len(data) > HOLD_LIMIT_BYTES:
-            self._held = b""
+            begun, held, self._held = self._torn, bool(self._held), b""
             self._torn = self._unsettled = not whole
+            chunks = whole and not begun and isinstance(body, ChunkedBody)
+            # what came in several pieces may have chunk sizes within the word
+            if chunks and self._mend is not None and (held or _ERROR in data):
+                data = _mended(data, self._mend, last=body.done)
             self._raw(data)
         else:
             self._held = data
@@ -355,8 +394,10 @@ class _Splice:
             if not whole and len(data) <= HOLD_LIMIT_BYTES:
                 self._held = data
                 return
-            self._held = b""
+            begun, self._held = self._torn, b""
             self._torn = not whole
+            if whole and not begun and self._mend is not None and _ERROR in data:
+                data = self._mend(data)
         if data:
             self._raw(chunk(data) if self._exchange.chunked else data)
 

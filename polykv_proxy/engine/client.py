@@ -83,7 +83,11 @@ class EngineClient:
             facts, identity = _read(wire.read_props, props)
             patched = False
         models = await self.get("/v1/models")
-        facts = replace(facts, models=_read(wire.read_model_names, models))
+        facts = replace(
+            facts,
+            model_tokens=_read(wire.read_model_tokens, models),
+            models=_read(wire.read_model_names, models),
+        )
         identity |= _read(wire.read_model_identity, models)
         return facts, patched, identity | _read(wire.read_template_identity, props)
 

@@ -249,6 +249,13 @@ def read_model_names(body: bytes) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for name in names if name))
 
 
+def read_model_tokens(body: bytes) -> int | None:
+    """``GET /v1/models``: the context that the first model was trained with."""
+    models = _models.decode(body).data
+    tokens = ((models[0].meta if models else None) or {}).get("n_ctx_train")
+    return tokens if isinstance(tokens, int) else None
+
+
 def read_tokens(body: bytes) -> Tokens:
     """``{"tokens": [...]}`` of the tokenizing and counting routes.
 

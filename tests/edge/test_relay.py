@@ -682,3 +682,45 @@ async def test_times_and_counts(rig):
     await client.read_message()
     await until(lambda: len(rig.results) == 2)
     assert rig.results[1].first_byte_at is rig.results[1].last_byte_at is None
+
+
+# -- what is mended ---------------------------------------------------------------------------------------
+
+
+def louder(events):
+    """Changes error events and nothing else."""
+    return events.replace(b'"error"', b'"ERROR"')
+
+
+TOKEN = b'data: {"text":"no fault"}\n\n'
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        pytest.param((SSE + chunk(TOKEN), chunk(ERROR_EVENT) + b"0\r\n\r\n"), id="with the end"),
+        pytest.param((SSE + chunk(TOKEN), chunk(ERROR_EVENT), b"0\r\n\r\n"), id="before the end"),
+        pytest.param((SSE, chunk(TOKEN) + chunk(ERROR_EVENT), b"0\r\n\r\n"), id="with others"),
+        pytest.param(
+            (SSE + chunk(TOKEN), chunk(ERROR_EVENT)[:20], chunk(ERROR_EVENT)[20:], b"0\r\n\r\n"), id="torn"
+        ),
+        pytest.param(
+            (SSE + chunk(TOKEN), chunk(ERROR_EVENT[:9]), chunk(ERROR_EVENT[9:]), b"0\r\n\r\n"), id="in chunks"
+        ),
+    ],
+)
+async def test_error_events_can_be_mended(rig, pieces):
+    """However they arrive; what is no error event is passed as it came."""
+    upstream = await rig.server(answering(*pieces, pause_s=0.02))
+    client = await rig.client(await rig.proxy(upstream, on_truncated=lambda _: None, mend=louder))
+    for _ in range(2):  # the connection is good for another one
+        await client.send(get())
+        assert (await client.read_message()).body == TOKEN + louder(ERROR_EVENT)
+
+
+async def test_error_events_can_be_mended_without_chunks(rig):
+    """For a client of HTTP/1.0."""
+    upstream = await rig.server(answering(SSE + chunk(TOKEN) + chunk(ERROR_EVENT) + b"0\r\n\r\n"))
+    client = await rig.client(await rig.proxy(upstream, on_truncated=lambda _: None, mend=louder))
+    await client.send(GET_1_0)
+    assert (await client.read_all()).endswith(TOKEN + louder(ERROR_EVENT))
