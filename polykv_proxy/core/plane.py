@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from polykv_proxy.core.pools import PoolTree
     from polykv_proxy.core.sessions import Session
     from polykv_proxy.core.slots import Slot
-    from polykv_proxy.core.types import EngineFacts, EngineSample, Scope, SessionId, Tokens
+    from polykv_proxy.core.types import EngineFacts, EngineSample, Scope, SessionId, SlotId, Tokens
 
 
 class ControlPlane:
@@ -99,6 +99,11 @@ class ControlPlane:
         return self.pools.tree
 
     @property
+    def cells_total(self) -> int | None:
+        """Cells of the engine; None where only an upper bound is known."""
+        return None if self.facts is None or not self.capability.shares_cells else self.facts.cells
+
+    @property
     def serving(self) -> bool:
         """Whether requests can be sent now."""
         return self._serving
@@ -123,6 +128,7 @@ class ControlPlane:
         if self.facts != facts:  # not by the epoch alone: an engine without the patch has none
             self._forget_residency(facts, same_model=model_identity == self._engine.model_identity)
         self._engine.meet(facts, capability, reason, model_identity)
+        self.tree.shares_cells = capability.shares_cells
         self._serving = True
         return self._serve_waiting(now)
 
@@ -225,6 +231,42 @@ class ControlPlane:
         """The engine is seen to be done with an abandoned request."""
         return self._free(lease, now, content)
 
+    def on_slot_learnt(self, lease: Lease, slot: SlotId, now: float) -> list[Command]:
+        """A request that could not be pinned runs in another slot than the one it was given.
+
+        A request that was to have that slot, and was not sent yet, gets the other one.
+        """
+        if lease.lease_id not in self._running or slot in lease.slots or slot >= len(self.board.slots):
+            return []
+        source = lease.slots[0]
+        waiting = self.board.move(source, slot, now)
+        lease.slots = (slot, *lease.slots[1:])
+        if waiting is None:
+            return self._serve_waiting(now)
+        other = self._running[waiting]
+        other.slots = tuple(source if each == slot else each for each in other.slots)
+        other.continues = False
+        if other.session is None:  # it wanted what the slot held, or nothing
+            self.board.forget(source)
+        return []
+
+    def borrow(self, slot: SlotId, now: float) -> Lease | None:
+        """Keep everybody off an idle slot, which goes on to hold what it holds; None while it is at work."""
+        lease = Lease(LeaseId(self._next_lease), (slot,), None, continues=True, granted_at=now)
+        if not self.board.hold(slot, lease.lease_id):
+            return None
+        self._next_lease += 1
+        self._running[lease.lease_id] = lease
+        return lease
+
+    def returned(self, lease: Lease, now: float) -> list[Command]:
+        """A borrowed slot is free again; no effect once the engine is gone."""
+        lease.ended = True
+        if self._running.pop(lease.lease_id, None) is None:
+            return []
+        self.board.let_go(lease.slots[0])
+        return self._serve_waiting(now)
+
     def _free(self, lease: Lease, now: float, content: Content) -> list[Command]:
         if self._running.pop(lease.lease_id, None) is None:
             return []  # the engine it ran on is gone
@@ -297,7 +339,7 @@ class ControlPlane:
     ) -> tuple[Slot, int] | None:
         """A slot whose prompt has much more in common with this one than any pool, and how much.
 
-        1. Pools that come by themselves are off, or as many exist as may: none.
+        1. Pools that come by themselves are off, or as many exist as may, or would be copies: none.
         2. The closest slot of the same scope reaches a boundary that no pool does: up to there, exactly.
         3. It shares too little, or hardly more than a pool does: none.
         4. Its common prefix is worth a pool.
@@ -309,7 +351,7 @@ class ControlPlane:
             boundary: leading tokens that the client expects others to begin with, too; 0 if it said nothing.
         """
         policy = self._policy
-        if not policy.auto_pools or lease.session is None:
+        if not policy.auto_pools or lease.session is None or not self.capability.shares_cells:
             return None
         found = self.board.closest(tokens, lease.session.scope, other_than=lease.slots[0])
         if found is not None and matched < boundary <= found[1]:

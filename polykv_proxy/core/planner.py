@@ -63,6 +63,8 @@ class Taken:
 
     number: PoolNumber
     uid: PoolUid
+    file_bytes: int | None = None
+    """Size of its file, where pools are files."""
 
 
 class PoolPlanner:
@@ -101,7 +103,7 @@ class PoolPlanner:
         """
         if self._engine.facts is None:
             raise UnavailableError("the engine is not ready yet", code="engine_loading", retry_after_s=2)
-        if self._engine.capability is not Capability.ZERO_COPY:
+        if not self._engine.capability.has_pools:
             raise DisabledError(f"pools are off: {self._engine.reason}")
 
     def id_of(self, tokens: Tokens, scope: Scope) -> PoolId:
@@ -181,7 +183,7 @@ class PoolPlanner:
             number=None if taken is None else taken.number,
         )
         if taken is not None:
-            self.tree.ready(pool, taken.uid)
+            self.tree.ready(pool, taken.uid, taken.file_bytes)
         return pool, True
 
     def _check_length(self, tokens: Tokens) -> None:
@@ -239,7 +241,7 @@ class PoolPlanner:
             )
         return common if branch_pos is None else branch_pos
 
-    def snapshot_parent(self, held: SlotSample, asked: PrefixPool | None) -> PrefixPool | None:
+    def snapshot_parent(self, held: SlotSample | None, asked: PrefixPool | None) -> PrefixPool | None:
         """The pool, perhaps a ghost, below which a snapshot of a slot belongs.
 
         1. The slot shares nothing: below the one that was asked for, if it is resident.
@@ -247,10 +249,10 @@ class PoolPlanner:
         3. The one that was asked for agrees with all that is shared: its cells take their place.
         4. It does not: the cells decide.
         """
-        node = self.tree.node(held.pool_uid) if held.shared_tokens else None
+        node = self.tree.node(held.pool_uid) if held is not None and held.shared_tokens else None
         if asked is None or not asked.resident:
             return node
-        if node is None:
+        if node is None or held is None:
             return asked  # 1
         if not node.is_below(asked) and asked.match(node.tokens) >= held.shared_tokens:
             return asked  # 3
@@ -270,10 +272,10 @@ class PoolPlanner:
             branch_pos=branch_pos,
         )
 
-    def on_ready(self, pool: PrefixPool, uid: PoolUid) -> None:
+    def on_ready(self, pool: PrefixPool, uid: PoolUid, file_bytes: int | None = None) -> None:
         """The engine computed it."""
         if self.is_awaited(pool):
-            self.tree.ready(pool, uid)
+            self.tree.ready(pool, uid, file_bytes)
 
     def is_awaited(self, pool: PrefixPool) -> bool:
         """Whether it still has to be computed: the engine may have been restarted since it was entered."""
@@ -316,11 +318,25 @@ class PoolPlanner:
         if not pool.resident:
             return None
         pool.last_access_ts = now_ts
-        return AttachPlan(pool, matched if cap is None else min(cap, matched), matched)
+        wanted = matched if cap is None else min(cap, matched)
+        return AttachPlan(pool, wanted if self._can_ride(pool, wanted, tokens) else 0, matched)
+
+    def _can_ride(self, pool: PrefixPool, n_tokens: int, tokens: Tokens) -> bool:
+        """Whether the engine can go on from there: where a state has no parts, from a pool's end only."""
+        facts = self._engine.facts
+        return facts is None or facts.partial_match or n_tokens == pool.prefix_len < len(tokens)
 
     def match(self, tokens: Tokens, scope: Scope, *, now_ts: float) -> AttachPlan | None:
         """The pool that holds most of a prompt, if it holds enough to be worth an attach."""
         found = self.tree.index.match(tokens, scope)
+        if found is not None and not self._can_ride(*found, tokens):
+            whole = (
+                (pool, pool.prefix_len)
+                for pool in self.tree
+                if pool.resident and pool.scope == scope
+                if self._can_ride(pool, pool.match(tokens), tokens)
+            )
+            found = max(whole, key=lambda each: each[1], default=None)
         if found is None or found[1] < self._policy.min_match_tokens:
             return None
         pool, matched = found

@@ -5,6 +5,7 @@ Rule 2: an id is a digest of the content: it never names anything else, and cont
 Rule 3: [0, D) of a child is its parent's, token for token; only [D, L) is its own.
 Rule 4: an id that is gone from the tree may live on in the engine as long as children or slots hold its
 cells. Such ghosts are kept for the accounting until the engine shows no holder.
+Where those who attach get cells of their own, a pool's cells are its own alone, and there are no ghosts.
 Rule 5: nothing here evicts what someone created explicitly; running out of room is the caller's error.
 """
 
@@ -65,6 +66,8 @@ class PrefixPool:
     state: PoolState = PoolState.MATERIALIZING
     uid: PoolUid | None = None
     """The engine's name while resident, and afterwards the name under which slots may still hold cells."""
+    file_bytes: int | None = None
+    """Size of the file that it is, where pools are files; None where they are cells, or while it has none."""
     last_access_ts: float = 0.0
     hits: int = 0
     """Requests that attached."""
@@ -133,6 +136,8 @@ class PoolTree:
 
     def __init__(self, max_pools: int) -> None:
         self.max_pools = max_pools
+        self.shares_cells = True
+        """Whether slots and children hold cells of a pool (rule 4)."""
         self._pools: dict[PoolId, PrefixPool] = {}
         self.index = PrefixIndex()
         """Resident pools by their content."""
@@ -246,6 +251,8 @@ class PoolTree:
 
         Slots may hold its cells from the first moment (rule 4). The number stays reserved.
         """
+        if not self.shares_cells:
+            return
         ghost = PrefixPool(
             pool_id=pool_id,
             tokens=tokens,
@@ -277,10 +284,11 @@ class PoolTree:
         """The engine has nothing under a reserved or released number any more."""
         self._retiring.discard(number)
 
-    def ready(self, pool: PrefixPool, uid: PoolUid) -> None:
+    def ready(self, pool: PrefixPool, uid: PoolUid, file_bytes: int | None = None) -> None:
         """It is computed: requests may attach from now on."""
         pool.state = PoolState.RESIDENT
         pool.uid = uid
+        pool.file_bytes = file_bytes
         self.index.add(pool)
 
     def detach(self, pool: PrefixPool) -> None:
@@ -365,7 +373,7 @@ class PoolTree:
 
         Its number is taken until ``retire``. The old object lives on as a ghost while slots hold cells.
         """
-        evicted = replace(pool, state=PoolState.EVICTED, uid=None, children=[])
+        evicted = replace(pool, state=PoolState.EVICTED, uid=None, file_bytes=None, children=[])
         for child in pool.living_children:
             child.parent = evicted
             evicted.children.append(child)
@@ -412,7 +420,10 @@ class PoolTree:
             self.release(pool)
 
     def _haunt(self, pool: PrefixPool) -> None:
-        self._ghosts.append(pool)
+        if self.shares_cells:
+            self._ghosts.append(pool)
+        else:
+            _leave(pool)
         self._retiring.add(pool.number)
         self.index.remove(pool)
 
@@ -424,7 +435,7 @@ class PoolTree:
         for pool in self._pools.values():
             pool.children.clear()
         for pool in self._pools.values():
-            pool.parent, pool.branch_pos, pool.uid = None, 0, None
+            pool.parent, pool.branch_pos, pool.uid, pool.file_bytes = None, 0, None, None
             pool.state = PoolState.LOST
         self._forget()
 
@@ -461,8 +472,9 @@ class PoolTree:
             and not pool.living_children
         ]
         way_out = "release one of those listed" if releasable else "none of yours could be released as it is"
+        places = "sequence ids" if self.shares_cells else "files"
         raise PoolCapacityError(
-            f"all {self.max_pools} sequence ids for pools are taken; {way_out}",
+            f"all {self.max_pools} {places} for pools are taken; {way_out}",
             seq_ids_used=self.sequences_used,
             seq_ids_max=self.max_pools,
             releasable=releasable,

@@ -199,6 +199,66 @@ class SlotBoard:
         self._empty.pop(number, None)
         (self._held if slot.chain else self._empty)[number] = None
 
+    def oldest(self) -> SlotId | None:
+        """The idle slot with something in it that was unused for the longest time."""
+        return next(iter(self._held), None)
+
+    def hold(self, number: SlotId, lease: LeaseId) -> bool:
+        """Keep everybody off an idle slot without changing what it holds; False while it is at work."""
+        slot = self.slots[number]
+        if not slot.idle:
+            return False
+        slot.lease = lease
+        self._empty.pop(number, None)
+        self._held.pop(number, None)
+        return True
+
+    def let_go(self, number: SlotId) -> None:
+        """Give a slot back after ``hold``, as it was; it counts as used no later than before."""
+        slot = self.slots[number]
+        slot.lease = None
+        if not slot.chain:
+            self._empty[number] = None
+            return
+        self._held[number] = None
+        self._held = dict.fromkeys(sorted(self._held, key=lambda each: self.slots[each].last_used))
+
+    def move(self, source: SlotId, target: SlotId, now: float) -> LeaseId | None:
+        """A lease's request turned out to run in another slot: what it brought moves there.
+
+        What the target held is gone. A lease that was to have the target and has not begun gets the source.
+
+        Args:
+            source: the slot that it was given.
+            target: the slot that it took.
+            now: monotonic seconds.
+
+        Returns:
+            The lease that has the source now; None: the source is idle, and holds what it held before.
+        """
+        here, there = self.slots[source], self.slots[target]
+        lease, session, chain = here.lease, here.session, here.chain
+        waiting, its_session, its_chain = there.lease, there.session, there.chain
+        self._hold(here, None, ())
+        self._hold(there, None, ())
+        if waiting is None and its_session is not None and its_session.slot == target:
+            its_session.slot, its_session.taken = None, True
+        self._empty.pop(target, None)
+        self._held.pop(target, None)
+        there.lease, there.tokens, there.before = lease, None, (None, ())
+        self._hold(there, session, chain)
+        here.lease, here.tokens = waiting, None
+        if waiting is not None:
+            here.before = (None, ())
+            self._hold(here, its_session, its_chain)
+            if its_session is not None:
+                its_session.slot = source
+        if session is not None:
+            session.slot = target
+        if waiting is None:
+            self.free(source, now, Content.OLD)
+        return waiting
+
     def forget(self, number: SlotId) -> None:
         """The slot holds nothing of use any more."""
         slot = self.slots[number]

@@ -174,6 +174,8 @@ class EngineFacts:
     """Context that the model was trained with; None if the engine does not say."""
     models: tuple[str, ...] = ()
     """Names under which it answers, aliases included."""
+    partial_match: bool = True
+    """Whether a request can ride on a part of a pool. A recurrent state has no parts."""
 
 
 class Capability(StrEnum):
@@ -181,5 +183,17 @@ class Capability(StrEnum):
 
     ZERO_COPY = "zero_copy"
     """Patched engine: attached requests share the pool's cells."""
+    COPY = "copy"
+    """Engine without the patch: a pool is a slot file, and who attaches gets cells of its own from it."""
     RELAY = "relay"
     """Requests pass through; no pools."""
+
+    @property
+    def has_pools(self) -> bool:
+        """Whether there are pools at all."""
+        return self is not Capability.RELAY
+
+    @property
+    def shares_cells(self) -> bool:
+        """Whether those who attach hold the pool's own cells."""
+        return self is Capability.ZERO_COPY

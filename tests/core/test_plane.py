@@ -29,6 +29,7 @@ from polykv_proxy.core.types import (
     PoolState,
     PoolUid,
     Scope,
+    SlotId,
     as_tokens,
 )
 from polykv_proxy.errors import (
@@ -702,3 +703,120 @@ def test_a_lease_says_that_its_session_was_evicted():
         lease = request(plane, hash(name), 2, name=name).lease
         assert lease.evicted is evicted
         plane.on_finished(lease, 1.0, clean=True, content=Content.NEW)
+
+
+# -- slots of an engine that chooses for itself -----------------------------------------------------------
+
+
+def copying(**options):
+    """A plane whose engine's pools are slot files."""
+    return serving(capability=Capability.COPY, reason="not patched", **options)
+
+
+def test_a_request_is_where_the_engine_put_it():
+    """Its lease and its session; the slot that it was given is free, and somebody may wait for it."""
+    plane = copying()
+    lease = admitted(plane, 1, 2, name="me")
+    other = admitted(plane, 3, 4, name="other")
+    finish(plane, other)
+    assert plane.on_slot_learnt(lease, SlotId(1), 3.0) == []
+    assert (lease.slots, lease.session.slot, other.session.slot) == ((1,), 1, None)
+    assert plane.board.idle_count == 1
+    finish(plane, lease)
+    assert plane.board.idle_count == 2
+
+
+def test_a_slot_that_came_free_that_way_is_given_away():
+    """To whoever is next in line."""
+    plane = copying(slots=3)
+    one, two, three = (admitted(plane, number, 9, name=f"n{number}") for number in range(3))
+    waiting = request(plane, 7, 8, name="waiting")
+    assert isinstance(waiting, Queue)
+    plane.board.free(SlotId(2), 2.0, Content.NEW)  # idle, and nobody was told yet
+    del plane._running[three.lease_id]
+    (woken,) = plane.on_slot_learnt(one, SlotId(2), 3.0)
+    assert woken.ticket.lease.slots == (0,)
+    assert two.slots == (1,)
+
+
+def test_two_change_places():
+    """One that was to have that slot and has not been sent gets the other one."""
+    plane = copying()
+    lease, waiting = admitted(plane, 1, 2, name="me"), admitted(plane, 3, 4, name="waiting")
+    plane.on_slot_learnt(lease, SlotId(1), 3.0)
+    assert (lease.slots, waiting.slots) == ((1,), (0,))
+    assert (lease.session.slot, waiting.session.slot) == (1, 0)
+    for each in (lease, waiting):
+        finish(plane, each)
+    assert plane.board.idle_count == 2
+
+
+def test_who_borrowed_the_slot_finds_it_empty():
+    """What it wanted of the slot is gone, and the session with it."""
+    plane = copying()
+    owner = admitted(plane, 1, 2, name="owner")
+    finish(plane, owner)
+    borrowed = plane.borrow(SlotId(0), 3.0)
+    lease = admitted(plane, 5, 6, name="me")
+    assert lease.slots == (1,)
+    plane.on_slot_learnt(lease, SlotId(0), 4.0)
+    assert (borrowed.slots, owner.session.slot) == ((1,), None)
+    plane.returned(borrowed, 5.0)
+    finish(plane, lease)
+    assert plane.board.idle_count == 2
+
+
+def test_what_is_learnt_too_late_changes_nothing():
+    """The request is over, the engine another one, or there is no such slot."""
+    plane = copying()
+    lease = admitted(plane, 1, 2, name="me")
+    assert plane.on_slot_learnt(lease, SlotId(7), 2.0) == []
+    assert plane.on_slot_learnt(lease, SlotId(0), 2.0) == []
+    finish(plane, lease)
+    plane.on_slot_learnt(lease, SlotId(1), 3.0)
+    assert lease.slots == (0,)
+    assert plane.board.idle_count == 2
+
+
+def test_a_borrowed_slot_comes_back_with_what_it_held():
+    """Those who wait for a slot wait for that one, too."""
+    plane = copying(slots=1)
+    owner = admitted(plane, 1, 2, name="owner")
+    assert plane.borrow(SlotId(0), 2.0) is None
+    finish(plane, owner)
+    borrowed = plane.borrow(SlotId(0), 3.0)
+    assert owner.session.slot == 0
+    assert isinstance(request(plane, 1, 2, 3, name="owner"), Queue)
+    (woken,) = plane.returned(borrowed, 4.0)
+    assert woken.ticket.lease.continues
+    assert plane.returned(borrowed, 5.0) == []
+
+
+def test_a_borrowed_slot_of_an_engine_that_is_gone_is_not_given_back():
+    """Its board is another one by then."""
+    plane = copying()
+    borrowed = plane.borrow(SlotId(0), 2.0)
+    ready(plane, "e2", capability=Capability.COPY)
+    assert borrowed.ended
+    assert plane.returned(borrowed, 3.0) == []
+    assert plane.board.idle_count == 2
+
+
+def test_copies_come_only_when_they_are_asked_for():
+    """However much two prompts share."""
+    plane = copying(cells=10_000, ctx=10_000)
+    tokens = as_tokens(range(600))
+    leader, other = admitted(plane, 1, 2, name="a"), admitted(plane, 3, 4, name="b")
+    plane.on_prompt(leader, tokens)
+    assert plane.shareable(tokens, other, 0) is None
+    ready(plane, "e2", cells=10_000, ctx=10_000)
+    leader, other = admitted(plane, 1, 2, name="a"), admitted(plane, 3, 4, name="b")
+    plane.on_prompt(leader, tokens)
+    assert plane.shareable(tokens, other, 0) is not None
+
+
+def test_only_the_cells_of_a_patched_engine_are_counted():
+    """Elsewhere an upper bound is all that is known."""
+    assert ControlPlane(max_waiting=1).cells_total is None
+    assert serving().cells_total == 1000
+    assert copying().cells_total is None

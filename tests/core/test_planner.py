@@ -1,5 +1,7 @@
 """Claims about ``core.planner``: pools enter the tree, are found, and are attached to."""
 
+from dataclasses import replace
+
 import pytest
 
 from core.planes import SCOPE, TOKENS, facts, policed, pool, ready, sample, serving, slot_sample, turn
@@ -322,3 +324,43 @@ def test_what_saved_nothing_yet_keeps_to_a_share_of_the_cells():
     assert plane.pools.may_keep(half)
     assert not policed(auto_pools=False).pools.may_keep(1)
     assert not ControlPlane(max_waiting=1).pools.may_keep(1)
+
+
+# -- states without parts -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def whole():
+    """A plane whose engine goes on from the end of a pool only; pools of the first 40 and 60 tokens."""
+    plane = ControlPlane(max_waiting=1)
+    known = replace(facts(max_pools=4, cells=1000, ctx=1000), partial_match=False)
+    plane.on_engine_ready(known, Capability.COPY, None, "m", 0.0)
+    return plane, pool(plane, as_tokens(range(40))), pool(plane, as_tokens(range(60)))
+
+
+def test_a_whole_pool_is_attached_or_nothing(whole):
+    """Part of it, a cap below its end, or a prompt that ends with it are planned as nothing."""
+    plane, _, long = whole
+
+    def planned(tokens, cap=None):
+        plan = plane.pools.plan_attach(long, as_tokens(tokens), cap=cap, strict=False, now_ts=1.0)
+        return plan.tokens, plan.matched
+
+    assert planned(range(70)) == (60, 60)
+    assert planned(range(70), cap=50) == (0, 60)
+    assert planned(range(60)) == (0, 60)
+    assert planned([*range(50), 99]) == (0, 50)
+
+
+def test_the_longest_whole_pool_is_found(whole):
+    """Not the one that has most in common."""
+    plane, short, long = whole
+
+    def found(tokens, scope=SCOPE):
+        plan = plane.pools.match(as_tokens(tokens), scope, now_ts=1.0)
+        return None if plan is None else (plan.pool, plan.tokens)
+
+    assert found([*range(55), 99]) == (short, 40)
+    assert found(range(70)) == (long, 60)
+    assert found([*range(35), 99]) is None
+    assert found(range(70), Scope("t")) is None

@@ -777,3 +777,49 @@ def test_a_tree_lives_as_its_model_does(seed):
         model.numbers_are_unique_and_few()
         model.nodes_are_what_may_hold_cells()
         model.the_index_holds_the_resident()
+
+
+# -- pools that nobody shares cells with ------------------------------------------------------------------
+
+
+def test_copies_leave_no_ghosts():
+    """Released, evicted or unwanted: nothing is held by anybody else, so nothing haunts."""
+    tree = PoolTree(4)
+    tree.shares_cells = False
+    root = add(tree, [1, 2, 3])
+    child = add(tree, [1, 2, 3, 4], parent=root, branch_pos=3)
+    tree.add_ghost(PoolId("x"), root.tokens, scope=SCOPE, number=3, uid=PoolUid(9), parent=root, branch_pos=1)
+    evicted = tree.evict(child)
+    assert evicted in root.children
+    assert child not in root.children
+    tree.release(evicted)
+    tree.release(root)
+    assert tree.nodes() == []
+    assert root.children == []
+    for number in (root.number, child.number):
+        tree.retire(number)
+    assert tree.sequences_used == 0
+
+
+def test_a_file_has_a_size_while_there_is_one():
+    """Not while it is computed, evicted or lost."""
+    tree = PoolTree(2)
+    tree.shares_cells = False
+    pool = add(tree, [1, 2, 3], ready=False)
+    assert pool.file_bytes is None
+    tree.ready(pool, PoolUid(1), 30)
+    assert pool.file_bytes == 30
+    assert tree.evict(pool).file_bytes is None
+    again = add(tree, [1, 2, 3], ready=False)
+    tree.ready(again, PoolUid(2), 30)
+    tree.lose_all()
+    assert again.file_bytes is None
+
+
+def test_running_out_of_files_is_said_in_files():
+    """What is counted has its name."""
+    tree = PoolTree(1)
+    tree.shares_cells = False
+    add(tree, [1])
+    with pytest.raises(PoolCapacityError, match="all 1 files"):
+        add(tree, [2])

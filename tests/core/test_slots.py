@@ -1,6 +1,8 @@
 """Claims about ``core.slots``: who gets which slot."""
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from polykv_proxy.core.sessions import Session
 from polykv_proxy.core.slots import Ask, Content, Placement, SlotBoard
@@ -204,3 +206,182 @@ def test_a_session_that_gets_its_slot_back_was_not_robbed():
     run(board, ask(1, 2), mine)
     run(board, ask(5, 6, name="b"), session("b"), content=Content.OLD)
     assert (mine.slot, mine.taken) == (0, False)
+
+
+# -- slots that are kept, and slots that the engine chose -------------------------------------------------
+
+
+def begun(board, wanted, owner, lease=1):
+    """A request that has its slot; returns which."""
+    placement = board.place(wanted)
+    board.take(placement, LeaseId(lease), owner, wanted)
+    return placement.slots[0]
+
+
+def test_a_held_slot_is_nobodys_and_stays_as_it_is():
+    """Its conversation is resident all the while, and comes back to it."""
+    board = SlotBoard(1)
+    mine = session()
+    run(board, ask(1, 2), mine)
+    board.slots[0].tokens = as_tokens([1])
+    assert board.hold(SlotId(0), LeaseId(9))
+    assert not board.hold(SlotId(0), LeaseId(10))
+    assert board.place(ask(1, 2, 3)) is None
+    board.let_go(SlotId(0))
+    assert (mine.slot, board.slots[0].tokens) == (0, as_tokens([1]))
+    assert board.place(ask(1, 2, 3)) == Placement((0,), continues=True)
+
+
+def test_a_slot_that_is_let_go_is_as_old_as_before():
+    """The one unused for the longest time is still given away first."""
+    board = SlotBoard(2)
+    run(board, ask(1, 2), session("a"), now=1.0)
+    run(board, ask(5, 6, name="b"), session("b"), now=2.0)
+    board.hold(SlotId(0), LeaseId(9))
+    board.let_go(SlotId(0))
+    assert board.place(ask(7, 8, name="c")).slots == (0,)
+
+
+def test_the_oldest_is_one_that_holds_something():
+    """Empty ones, and those at work, do not count."""
+    board = SlotBoard(3)
+    assert board.oldest() is None
+    run(board, ask(1, 2), session("a"), now=1.0)
+    run(board, ask(5, 6, name="b"), session("b"), now=2.0)
+    assert board.oldest() == 0
+    begun(board, ask(1, 2, 3), session("a"))
+    assert board.oldest() == 1
+
+
+def test_an_empty_slot_that_is_let_go_is_empty():
+    """It comes before those that hold something."""
+    board = SlotBoard(2)
+    run(board, ask(1, 2), session())
+    board.hold(SlotId(1), LeaseId(9))
+    board.let_go(SlotId(1))
+    assert board.place(ask(7, 8, name="c")).slots == (1,)
+
+
+def test_a_request_that_ran_elsewhere_moves_there():
+    """The slot that it was given is free again, and holds what it held."""
+    board = SlotBoard(2)
+    old, mine = session("old"), session("me")
+    run(board, ask(1, 2, name="old"), old)
+    run(board, ask(3, 4, name="x"), session("x"), now=2.0)
+    source = begun(board, ask(7, 8, name="me"), mine)
+    assert (source, old.slot) == (0, None)
+    assert board.move(source, SlotId(1), 3.0) is None
+    assert (mine.slot, old.slot) == (1, 0)
+    assert [slot.lease for slot in board] == [None, 1]
+    board.free(SlotId(1), 4.0, Content.NEW)
+    assert board.place(ask(7, 8, 9, name="me")) == Placement((1,), continues=True)
+    assert board.place(ask(1, 2, 3, name="old")) == Placement((0,), continues=True)
+    assert board.idle_count == 2
+
+
+def test_whoever_was_there_is_not_resident_any_more():
+    """The engine wrote over it."""
+    board = SlotBoard(2)
+    other = session("other")
+    run(board, ask(5, 6, name="other"), other)
+    source = begun(board, ask(7, 8, name="me"), session("me"))
+    assert source == 1
+    board.move(source, SlotId(0), 3.0)
+    assert (other.slot, other.taken) == (None, True)
+    assert board.idle_count == 1
+
+
+def test_a_conversation_that_ran_elsewhere_left_its_slot():
+    """What the old slot holds of it is of no use."""
+    board = SlotBoard(2)
+    mine = session()
+    run(board, ask(1, 2), mine)
+    source = begun(board, ask(1, 2, 3), mine)
+    board.move(source, SlotId(1), 3.0)
+    assert mine.slot == 1
+    board.free(SlotId(1), 4.0, Content.NEW)
+    assert board.place(ask(9, 9, name="x")).slots == (0,)
+
+
+def test_one_that_waits_to_be_sent_gets_the_other_slot():
+    """They change places."""
+    board = SlotBoard(2)
+    mine, waiting = session("me"), session("waiting")
+    source = begun(board, ask(1, 2, name="me"), mine, lease=1)
+    target = begun(board, ask(3, 4, name="waiting"), waiting, lease=2)
+    assert board.move(source, target, 3.0) == 2
+    assert (mine.slot, waiting.slot) == (target, source)
+    assert [slot.lease for slot in board] == [2, 1]
+    for number in (source, target):
+        board.free(number, 4.0, Content.NEW)
+    assert board.place(ask(3, 4, 5, name="waiting")) == Placement((source,), continues=True)
+
+
+def check_books(board):
+    """Each slot is in one place, the index knows what each holds, and sessions are where they think."""
+    for slot in board:
+        places = (slot.slot in board._empty, slot.slot in board._held, slot.lease is not None)
+        assert sum(places) == 1
+        assert (slot.slot in board._held) <= bool(slot.chain)
+        if slot.session is not None:
+            for link in slot.chain:
+                assert slot.slot in board._links[slot.session.scope, slot.session.name, link]
+    links = [(key, number) for key, holders in board._links.items() for number in holders]
+    for (_, name, link), number in links:
+        assert board.slots[number].session.name == name
+        assert link in board.slots[number].chain
+
+
+def move(board, running, held, lease, target, now):
+    """The engine put a request elsewhere; the books of who runs where follow."""
+    source = running[lease]
+    if target == source:
+        return
+    displaced = board.move(source, target, now)
+    running[lease] = target
+    for book in (running, held):
+        if displaced in book:
+            book[displaced] = source
+    if displaced in held:
+        board.forget(source)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_the_books_agree_whatever_happens(data):
+    """Requests come and go, slots are kept, and the engine chooses others than it was told."""
+    board = SlotBoard(3)
+    sessions = [session(f"s{number}") for number in range(4)]
+    running, held, leases = {}, {}, iter(range(1, 1000))
+    for _ in range(data.draw(st.integers(1, 30))):
+        now = float(next(leases))
+        match data.draw(st.sampled_from(["begin", "end", "hold", "let_go", "move"])):
+            case "begin":
+                owner = data.draw(st.sampled_from(sessions))
+                if owner.slot in running.values():
+                    continue
+                wanted = ask(1, int(owner.name[1:]) + 10, 99, name=owner.name)
+                placement = board.place(wanted)
+                if placement is not None:
+                    lease = LeaseId(next(leases))
+                    board.take(placement, lease, owner, wanted)
+                    running[lease] = placement.slots[0]
+            case "end" if running:
+                lease = data.draw(st.sampled_from(sorted(running)))
+                board.free(running.pop(lease), now, data.draw(st.sampled_from(list(Content))))
+            case "hold":
+                number, lease = SlotId(data.draw(st.integers(0, 2))), LeaseId(next(leases))
+                free = number not in running.values() and number not in held.values()
+                assert board.hold(number, lease) is free
+                if free:
+                    held[lease] = number
+            case "let_go" if held:
+                board.let_go(held.pop(data.draw(st.sampled_from(sorted(held)))))
+            case "move" if running:
+                lease = data.draw(st.sampled_from(sorted(running)))
+                move(board, running, held, lease, SlotId(data.draw(st.integers(0, 2))), now)
+        check_books(board)
+        for slot in board:
+            owner = slot.lease in running and slot.session
+            assert not owner or owner.slot == slot.slot
+    assert board.idle_count == 3 - len(running) - len(held)

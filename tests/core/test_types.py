@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polykv_proxy.core.types import (
+    Capability,
     EngineSample,
     PoolUid,
     SlotId,
@@ -69,3 +70,9 @@ def test_common_prefix_of_texts():
     """Characters instead of tokens."""
     assert common_prefix("way to the harbour", "way to the house") == 12
     assert common_prefix("", "a") == 0
+
+
+def test_levels_say_what_they_have():
+    """Pools exist on two of three levels, and share cells on one."""
+    assert [level.has_pools for level in Capability] == [True, True, False]
+    assert [level.shares_cells for level in Capability] == [True, False, False]
