@@ -35,7 +35,8 @@ from polykv_proxy.edge.upstream import Upstream
 from polykv_proxy.engine.address import EngineAddress
 from polykv_proxy.engine.attached import Attached
 from polykv_proxy.engine.client import EngineClient
-from polykv_proxy.engine.launch import spec_from
+from polykv_proxy.engine.launch import slot_folder, spec_from
+from polykv_proxy.engine.poolfiles import CopyLimits
 from polykv_proxy.engine.supervisor import Supervisor
 from polykv_proxy.errors import ConfigError, EngineStartError
 from polykv_proxy.fleet import Engine, Fleet
@@ -54,7 +55,7 @@ log = structlog.get_logger(__name__)
 PASS_THROUGH_HOLD_S = 10.0
 """How long a request that needs no slot waits for an engine that is starting."""
 
-_OURS_TO_START = ("binary", "model", "parallel", "ctx_size", "max_pools", "args", "env")
+_OURS_TO_START = ("binary", "stock", "model", "parallel", "ctx_size", "args", "env")
 """Settings of the engine that mean nothing for one that runs already."""
 
 
@@ -177,7 +178,7 @@ async def _prepare(
     plane = ControlPlane(
         max_waiting=settings.queue.max_depth, policy=PoolPolicy(**settings.pools.model_dump()), number=number
     )
-    runtime = Runtime(plane, client, tasks, name)
+    runtime = Runtime(plane, client, tasks, name, copies=_copies(settings, number))
     upstream = Upstream(_dial_text(process.address))
     stack.callback(upstream.close)
     engine = Engine(number, name, runtime, Pooling(runtime), upstream)
@@ -215,6 +216,12 @@ def assemble(  # noqa: PLR0913 - the parts of a proxy
     return Routes(
         fleet, handlers, Merged(fleet), control, settings, advice=advice, journal=journal, hold_s=hold_s
     )
+
+
+def _copies(settings: Settings, number: int) -> CopyLimits:
+    """What is allowed for pools as slot files; the folder of an engine of somebody else's is not ours."""
+    engine = settings.engine
+    return CopyLimits(engine.max_pools, None if engine.url else slot_folder(settings, number))
 
 
 def _process(

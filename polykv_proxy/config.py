@@ -71,8 +71,12 @@ class EngineSettings(_Section):
     ctx_size: int = Field(default=8192, ge=0)
     """KV cells of the engine in tokens, shared by all slots and pools. 0: the model's training context."""
 
+    stock: bool = False
+    """``binary`` is llama-server as it comes, without our patch: pools are kept as slot files, and a session
+    that attaches gets a copy. An engine behind ``url`` is found out by itself."""
+
     max_pools: int = Field(default=16, ge=0, lt=MAX_SEQUENCES)
-    """Prefix pools that may exist at once. 0 turns pools off and runs a stock llama-server too."""
+    """Prefix pools that may exist at once. 0 turns pools off."""
 
     args: tuple[str, ...] = ()
     """Further llama-server arguments, one list item a word. Those that would break pools are refused."""

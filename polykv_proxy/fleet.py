@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qs
 
-from polykv_proxy.core.types import Capability
 from polykv_proxy.errors import BadRequestError, NotFoundError
 
 if TYPE_CHECKING:
@@ -42,7 +41,7 @@ class Engine:
     @property
     def has_pools(self) -> bool:
         """Whether pools work on it now."""
-        return self.plane.serving and self.plane.capability is Capability.ZERO_COPY
+        return self.plane.serving and self.plane.capability.has_pools
 
     def serves(self, model: str) -> bool:
         """Whether it answers to this name."""

@@ -22,8 +22,9 @@ from polykv_proxy.core.slots import Ask, Content
 from polykv_proxy.core.types import (
     Capability,
     PoolNumber,
-    SlotState,
 )
+from polykv_proxy.engine.backend import LAUNCH_GRACE_S, Patched, Relaying
+from polykv_proxy.engine.copies import Copies
 from polykv_proxy.engine.state import EngineState
 from polykv_proxy.errors import (
     PolyKVError,
@@ -36,16 +37,14 @@ if TYPE_CHECKING:
     from typing import Any
 
     from polykv_proxy.core.plane import ControlPlane
-    from polykv_proxy.core.types import EngineSample, LeaseId
+    from polykv_proxy.core.types import EngineFacts, EngineSample, LeaseId, SlotId
     from polykv_proxy.edge.tasks import TaskSet
+    from polykv_proxy.engine.backend import Backend
     from polykv_proxy.engine.client import EngineClient
+    from polykv_proxy.engine.poolfiles import CopyLimits
     from polykv_proxy.engine.state import EngineStatus
 
 log = structlog.get_logger(__name__)
-
-LAUNCH_GRACE_S = 3.0
-"""An abandoned request that the engine has not started by then will not start: the engine looks at a
-closed connection at least once a second."""
 
 IDLE_POLL_S = 0.05
 """Between two looks at an abandoned request's slot."""
@@ -91,13 +90,25 @@ class Runtime:
         client: the way to the engine.
         tasks: where background work is kept.
         name: the engine's, for the log.
+        copies: what is allowed for pools as slot files, if anything is.
+
+    Attributes:
+        backend: what the engine can do for pools, at the level that was seen to work.
     """
 
     def __init__(
-        self, plane: ControlPlane, client: EngineClient, tasks: TaskSet, name: str = "engine-0"
+        self,
+        plane: ControlPlane,
+        client: EngineClient,
+        tasks: TaskSet,
+        name: str = "engine-0",
+        *,
+        copies: CopyLimits | None = None,
     ) -> None:
         self.plane = plane
         self.client = client
+        self.backend: Backend = Relaying(client)
+        self._copies = copies
         self.status: EngineStatus | None = None
         self.serving = asyncio.Event()
         """Set while requests can be sent to the engine."""
@@ -159,12 +170,13 @@ class Runtime:
         while True:
             try:
                 facts, patched, identity = await self.client.describe()
-                capability, reason = await self._find_capability(patched=patched)
+                backend, facts, reason = await self._find_backend(facts, patched=patched)
             except PolyKVError as error:
                 log.warning("engine_not_understood", engine=self.name, reason=error.message)
                 await asyncio.sleep(RETRY_READY_S)
                 continue
             digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+            capability = backend.capability
             log.info(
                 "engine_ready",
                 engine=self.name,
@@ -173,14 +185,54 @@ class Runtime:
                 slots=facts.slots,
                 cells=facts.cells,
             )
+            self.backend = backend
             self._perform(self.plane.on_engine_ready(facts, capability, reason, digest, monotonic()))
             self.serving.set()
             return
 
-    async def _find_capability(self, *, patched: bool) -> tuple[Capability, str | None]:
-        """Claim only what was seen to work on the loaded model."""
-        if not patched:
-            return Capability.RELAY, "the engine has no prefix pools: it is not patched, or they are off"
+    async def _find_backend(
+        self, facts: EngineFacts, *, patched: bool
+    ) -> tuple[Backend, EngineFacts, str | None]:
+        """The highest level that is seen to work on the loaded model, and why it is not a higher one."""
+        reason: str | None = "the engine has no prefix pools: it is not patched, or they are off"
+        if patched:
+            capability, reason = await self._find_capability()
+            if capability is Capability.ZERO_COPY:
+                return Patched(self.client), facts, reason
+        known, before = self.plane.facts, self.backend
+        if known is not None and isinstance(before, Copies) and await before.still_there():
+            return before, known, self.plane.capability_reason  # tested already
+        if self._copies is None or not self._copies.max_pools:
+            return Relaying(self.client), facts, reason
+        copies = Copies(self.client, self._copies, self.spawn, self._took, self._empty_one)
+        if isinstance(before, Copies):
+            copies.files.inherit(before.files)
+        facts, missing = await copies.self_test(facts)
+        if missing is None:
+            return copies, facts, f"{reason}; a pool is a slot file, and who attaches gets a copy"
+        return Relaying(self.client), facts, f"{reason}; and slot files do not work either: {missing}"
+
+    def _took(self, lease: Lease, slot: SlotId) -> None:
+        """The engine put a request into a slot of its own choice."""
+        self._perform(self.plane.on_slot_learnt(lease, slot, monotonic()))
+
+    async def _empty_one(self) -> bool:
+        """Empty the idle slot that was unused for the longest time; False when none holds anything."""
+        slot = self.plane.board.oldest()
+        lease = None if slot is None else self.borrow(slot)
+        if slot is None or lease is None:
+            return False
+        try:
+            await self.client.erase_slot(slot)
+        finally:
+            if not lease.ended:
+                self.plane.board.forget(slot)
+            self.backend.forget([slot])
+            self.returned(lease)
+        return True
+
+    async def _find_capability(self) -> tuple[Capability, str | None]:
+        """What is claimed of a patched engine."""
         sample = await self.client.counters()
         if self.plane.facts is not None and self.plane.facts.epoch == sample.epoch:
             return self.plane.capability, self.plane.capability_reason  # tested already
@@ -248,6 +300,14 @@ class Runtime:
         self._perform(self.plane.on_finished(lease, monotonic(), clean=clean, content=content, stop=stop))
         self.sampled.set()
 
+    def borrow(self, slot: SlotId) -> Lease | None:
+        """Keep everybody off an idle slot, which keeps what it holds; None while it is at work."""
+        return self.plane.borrow(slot, monotonic())
+
+    def returned(self, lease: Lease) -> None:
+        """Give back what was borrowed."""
+        self._perform(self.plane.returned(lease, monotonic()))
+
     def _perform(self, commands: list[Command]) -> None:
         for command in commands:
             match command:
@@ -265,37 +325,17 @@ class Runtime:
         deadline = monotonic() + LAUNCH_GRACE_S
         while self.plane.serving:
             try:
-                if self.plane.capability is Capability.RELAY:
-                    if await self._quiet_enough(lease, deadline):
-                        break
-                elif await self._is_over(lease, deadline, stop=stop):
+                others = sum(slot.lease is not None for slot in self.plane.board) - len(lease.slots)
+                overdue_s = monotonic() - deadline
+                if await self.backend.is_over(lease, overdue_s, others=others, stop=stop):
                     break
             except PolyKVError as error:
                 log.debug("abandoned_request_poll_failed", reason=error.message)
-                if self.plane.capability is Capability.RELAY and monotonic() > deadline + LAUNCH_GRACE_S:
-                    break  # its /slots may be switched off: nothing will ever tell
             await asyncio.sleep(IDLE_POLL_S)
         if (act := self.after_idle.pop(lease.lease_id, None)) is not None:
             await act()
         self._perform(self.plane.on_slots_idle(lease, monotonic(), Content.NEW))
         self.sampled.set()
-
-    async def _is_over(self, lease: Lease, deadline: float, *, stop: bool) -> bool:
-        """One look at a patched engine; returns whether the lease's slots are idle for good."""
-        sample = await self.client.counters()
-        slots = [slot for slot in sample.slots if slot.slot in lease.slots]
-        if not any(slot.tag == lease.lease_id for slot in slots):
-            return monotonic() > deadline  # not started yet, or refused before it started
-        busy = [slot for slot in slots if slot.state is not SlotState.IDLE]
-        for slot in busy:
-            if stop and slot.tag == lease.lease_id:
-                await self.client.cancel(slot.slot, slot.task)
-        return not busy
-
-    async def _quiet_enough(self, lease: Lease, deadline: float) -> bool:
-        """One look at an engine that does not tell whose task is where: no more busy slots than we run."""
-        others = sum(slot.lease is not None for slot in self.plane.board) - len(lease.slots)
-        return await self.client.busy_slots() <= others or monotonic() > deadline + LAUNCH_GRACE_S
 
     # -- samples -----------------------------------------------------------------------------------------
 
@@ -304,7 +344,7 @@ class Runtime:
 
         None on an engine without counters, or when it does not answer; the last one stays published.
         """
-        if self.plane.capability is not Capability.ZERO_COPY or not self.plane.serving:
+        if not self.plane.capability.shares_cells or not self.plane.serving:
             return self.plane.sample
         last = self.plane.sample
         if last is not None and last.taken_at > self._ended_at and monotonic() - last.taken_at <= max_age_s:

@@ -12,6 +12,7 @@ from polykv_proxy.core.plane import ControlPlane
 from polykv_proxy.core.slots import Ask, Content
 from polykv_proxy.core.types import Capability, PoolState, Scope, as_tokens
 from polykv_proxy.edge.tasks import TaskSet
+from polykv_proxy.engine import backend
 from polykv_proxy.engine.state import EngineState, EngineStatus
 from polykv_proxy.errors import SaturatedError
 from polykv_proxy.runtime import Runtime
@@ -244,7 +245,8 @@ async def test_an_engine_that_went_down_has_nothing_running(rig):
 
 async def test_a_stock_engine_that_hides_its_slots_gets_the_slot_back_in_the_end(proxies, monkeypatch):
     """``/slots`` may be switched off: then time has to do."""
-    monkeypatch.setattr(runtime_module, "LAUNCH_GRACE_S", 0.05)
+    for module in (runtime_module, backend):
+        monkeypatch.setattr(module, "LAUNCH_GRACE_S", 0.05)
     rig = await proxies(max_pools=0)
     rig.engine.broken["/slots"] = (501, b'{"error":{"message":"off"}}')
     one, _ = take_all(rig)

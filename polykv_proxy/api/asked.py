@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from xxhash import xxh3_64
 
+from polykv_proxy.api.answer import insert_member
 from polykv_proxy.api.canonical import without_billing_values
 from polykv_proxy.api.families import Dialect
 from polykv_proxy.core.types import as_tokens
@@ -19,7 +20,7 @@ from polykv_proxy.core.volatile import as_engine_masks
 from polykv_proxy.errors import BadRequestError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from polykv_proxy.api.families import Family
     from polykv_proxy.core.slots import Chain
@@ -233,6 +234,21 @@ def _strict(raw: _Raw, kind: Any, name: str) -> Any:
         return msgspec.json.decode(raw, type=kind)
     except msgspec.DecodeError as error:
         raise BadRequestError(f"{name}: {error}", param=name) from None
+
+
+def pinner(asked: Asked, family: Family) -> Callable[[int], bytes] | None:
+    """Puts a slot into a body, for an engine that reads it there; None where it would not.
+
+    It would not in a body that is no JSON object, nor in Anthropic's API, of which it keeps what it knows.
+    """
+    if family.dialect is Dialect.ANTHROPIC:
+        return None
+    try:
+        members = msgspec.json.decode(asked.body, type=dict[str, msgspec.Raw])
+    except (msgspec.DecodeError, RecursionError):
+        return None
+    body = without(asked.body, ("id_slot",)) if "id_slot" in members else asked.body
+    return lambda slot: insert_member(body, "id_slot", slot)
 
 
 def without(body: bytes, keys: Iterable[str]) -> bytes:

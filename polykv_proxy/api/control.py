@@ -263,18 +263,23 @@ class ControlApi:
         if wanted.chat_template_kwargs is not None:
             chat["chat_template_kwargs"] = wanted.chat_template_kwargs
         try:
-            return await engine.runtime.client.count_tokens(_CHAT_COUNT, msgspec.json.encode(chat))
+            tokens = await engine.runtime.backend.prompt_tokens(_CHAT_COUNT, msgspec.json.encode(chat))
         except UnavailableError as error:
             if error.code != "engine_failed":
                 raise
             # a template that cannot be filled with it, say: the engine takes that for a failure of its own
             raise BadRequestError(error.message, code="engine_refused") from None
+        assert tokens is not None, "every engine with pools renders chats"
+        return tokens
 
     async def list_pools(self, request: web.Request) -> web.Response:
         """``GET /polykv/pools``: every pool, and where all used cells are."""
         self._fleet.require_pools()
         await self._sample()
-        return _json(views.pools(self._planes, self.sees(request)))
+        listing = views.pools(self._planes, self.sees(request))
+        for part, engine in zip(listing["engines"], self._fleet, strict=True):
+            part.update(engine.runtime.backend.listing())
+        return _json(listing)
 
     async def show_pool(self, request: web.Request) -> web.Response:
         """``GET /polykv/pools/{id}``: one pool and what is below it."""
@@ -312,6 +317,7 @@ class ControlApi:
                 "cells_freed": freed,
                 "cells_draining": sum(rest.cells for rest in still),
                 "holders": sum(rest.holders for rest in still),
+                **engine.runtime.backend.listing(),
             }
         )
 

@@ -65,8 +65,9 @@ class Hints:
             scope: whose it is.
             tokens: its prompt.
         """
-        policy = self._runtime.plane.policy
-        if not policy.auto_pools:
+        plane = self._runtime.plane
+        policy = plane.policy
+        if not policy.auto_pools or not plane.capability.shares_cells:
             return 0
         marked = marks.deepest(asked.body, family)
         place = 0 if marked is None else await self._place(marked, family, tokens)

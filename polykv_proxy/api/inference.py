@@ -28,7 +28,7 @@ from polykv_proxy.api.recall import Recall
 from polykv_proxy.api.requests import divergence_view
 from polykv_proxy.api.tail import Tail
 from polykv_proxy.core.slots import Content
-from polykv_proxy.core.types import Capability, PoolId
+from polykv_proxy.core.types import PoolId
 from polykv_proxy.edge.head import HOP_BY_HOP
 from polykv_proxy.edge.relay import RelayResult, relay, relay_into_open_stream
 from polykv_proxy.errors import EngineGoneError, PolyKVError, SaturatedError, UnavailableError
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from polykv_proxy.edge.head import Headers
     from polykv_proxy.edge.upstream import Upstream
     from polykv_proxy.edge.upstream_response import UpstreamResponse
+    from polykv_proxy.engine.backend import Address
     from polykv_proxy.pooling import Pooling
     from polykv_proxy.runtime import Runtime
 
@@ -83,6 +84,8 @@ class _Work:
     tokens: Tokens | None = None
     """Exact tokens of the prompt, where they were asked for."""
     pool_unknown: bool = False
+    unpooled: str | None = None
+    """Why it does not ride on a pool that it named and that is there."""
     lease: Lease | None = None
     boundary: int = 0
     """Leading tokens that others are expected to begin with, as far as the client hinted at any."""
@@ -198,12 +201,16 @@ class Inference:
         if pool is not None and pool.comes_back:
             going = self._runtime.background(self._pooling.revive(pool))
             pool = (await work.hold.until(_patience(going), self._waited_too_long))[0]
-        if pool is None or not pool.resident or plane.capability is not Capability.ZERO_COPY:
+        if pool is None or not pool.resident or not plane.capability.has_pools:
             work.pool_unknown = True
+            return
+        if self._runtime.backend.pins_in_body and asking.pinner(work.asked, work.family) is None:
+            work.unpooled = "not_pinnable"
             return
         if work.tokens is None:
             work.tokens = await self.tokens(work.family, work.asked)
         if (tokens := work.tokens) is None:
+            work.unpooled = "not_tokenizable"
             return
         work.plan = plane.pools.plan_attach(
             pool,
@@ -250,12 +257,13 @@ class Inference:
         plane = self._runtime.plane
         return (
             plane.policy.auto_match
-            and plane.capability is Capability.ZERO_COPY
+            and plane.capability.has_pools
             and family.pooled
             and asked.cache
             and asked.auto_match
             and not asked.many_prompts
             and len(asked.body) >= MIN_MATCH_BYTES
+            and not (self._runtime.backend.pins_in_body and asking.pinner(asked, family) is None)
         )
 
     def _look_again(self, work: _Work) -> None:
@@ -288,7 +296,7 @@ class Inference:
         client = self._runtime.client
         try:
             if family.count_path is not None:
-                return await client.count_tokens(family.count_path, asked.body)
+                return await self._runtime.backend.prompt_tokens(family.count_path, asked.body)
             prompt = asking.prompt_tokens(asked.prompt) if asked.prompt is not None else None
             return await client.tokenize(prompt) if isinstance(prompt, str) else prompt
         except PolyKVError as error:
@@ -299,7 +307,8 @@ class Inference:
     # -- the engine --------------------------------------------------------------------------------------
 
     async def _send(self, work: _Work) -> UpstreamResponse:
-        head, lease = work.exchange.head, work.lease
+        """Send it to its slot, in the way of its engine; returns when the answer begins."""
+        head, lease, backend = work.exchange.head, work.lease, self._runtime.backend
         assert lease is not None
         work.entry.sent(
             self._recall,
@@ -310,25 +319,30 @@ class Inference:
             pool_unknown=work.pool_unknown,
             tokens=work.tokens,
         )
-        headers, body = list(without_ours(head)), work.asked.body
-        if self._runtime.plane.capability is Capability.ZERO_COPY:
-            headers.append((b"X-PolyKV-Slot", b"%d" % lease.slots[0]))
-            headers.append((b"X-PolyKV-Tag", b"%d" % lease.lease_id))
-            if work.plan is not None and work.plan.tokens:
-                attach = b"%d:%d" % (work.plan.pool.number, work.plan.tokens)
-                headers.append((b"X-PolyKV-Attach", attach))
-                self._runtime.plane.on_dispatch(lease, work.plan)
-        elif work.asked.ignored_slot:
-            body = asking.without(body, ("id_slot",))  # nothing overrides it on an engine without the patch
-        return await self._upstream.send(
-            head.method,
-            head.target,
-            headers,
-            body,
-            # a client may not declare our headers to be about its own connection
-            named=_not_ours(head.connection_named()),
-            on_interim=work.exchange.interim,
-        )
+        pin = asking.pinner(work.asked, work.family) if backend.pins_in_body else None
+
+        async def send(address: Address) -> UpstreamResponse:
+            body = work.asked.body
+            if address.id_slot is not None and pin is not None:
+                body = pin(address.id_slot)
+            elif work.asked.ignored_slot and not address.headers:
+                body = asking.without(body, ("id_slot",))  # nothing overrides it without the patch
+            return await self._upstream.send(
+                head.method,
+                head.target,
+                [*without_ours(head), *address.headers],
+                body,
+                # a client may not declare our headers to be about its own connection
+                named=_not_ours(head.connection_named()),
+                on_interim=work.exchange.interim,
+            )
+
+        if work.plan is not None and work.plan.tokens:
+            self._runtime.plane.on_dispatch(lease, work.plan)
+        response = await backend.dispatch(lease, work.plan, work.tokens, send, pinnable=pin is not None)
+        if response.head.status != 200:
+            backend.forget(lease.slots)  # nobody knows how far it came
+        return response
 
     async def _answer(self, work: _Work, response: UpstreamResponse) -> RelayResult:
         """Splice the answer to the client; what nobody writes into is only watched."""
@@ -463,6 +477,8 @@ class Inference:
             "ctx_headroom_tokens": headroom,
             "backpressure": None,
         }
+        if work.unpooled is not None:
+            block["unpooled_reason"] = work.unpooled
         if work.pool_unknown:
             block["pool_unknown"] = True
         if (divergence := work.entry.shown(usage)) is not None:

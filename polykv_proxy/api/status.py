@@ -89,3 +89,4 @@ class Status:
         finally:
             # the engine defers nothing here: the slot is idle, so an unfinished action ends by itself
             self._runtime.finish(pending.lease, clean=True, content=content)
+            self._runtime.backend.forget([slot])

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from polykv_proxy import __version__
-from polykv_proxy.core.types import Capability
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -57,17 +56,19 @@ def _engine_pools(name: str, plane: ControlPlane, scope: Scope | None) -> dict[s
         for session in plane.sessions
         if session.slot is not None and scope in (None, session.scope)
     }
+    tree = plane.tree  # a pool that is a file has no sequence id
+    pools_used, pools_max = (tree.sequences_used, tree.max_pools) if tree.shares_cells else (0, 0)
     ours = {node.pool_id for node in plane.tree.nodes() if scope in (None, node.scope)}
     return {
         "engine": name,
         "pools": [pool_view(name, plane, pool) for pool in visible],
         "tree_depth": max((pool.depth() for pool in visible), default=0),
-        "seq_ids_used": None if facts is None else facts.slots + plane.tree.sequences_used,
-        "seq_ids_max": None if facts is None else facts.slots + facts.max_pools,
-        "pool_seq_ids_used": plane.tree.sequences_used,
-        "pool_seq_ids_max": plane.tree.max_pools,
+        "seq_ids_used": None if facts is None else facts.slots + pools_used,
+        "seq_ids_max": None if facts is None else facts.slots + pools_max,
+        "pool_seq_ids_used": pools_used,
+        "pool_seq_ids_max": pools_max,
         "kv_cells_used": None if sample is None else sample.cells_used,
-        "kv_cells_total": None if facts is None else facts.cells,
+        "kv_cells_total": plane.cells_total,
         "unpooled": []
         if owned is None
         else [
@@ -126,6 +127,7 @@ def pool_view(engine: str, plane: ControlPlane, pool: PrefixPool) -> dict[str, A
         "own_len": pool.own_len,
         "own_kv_bytes": _bytes(cells.get(pool.pool_id, 0), cell_bytes),
         "subtree_kv_bytes": _bytes(sum(cells.get(each.pool_id, 0) for each in pool.subtree()), cell_bytes),
+        "file_bytes": pool.file_bytes,
         "residency": pool.state.value,
         "pinned": pool.pinned,
         "orphaned_pin": pool.pinned and not slots and not children,
@@ -152,16 +154,15 @@ def sessions(planes: Mapping[str, ControlPlane], scope: Scope | None) -> dict[st
 
 def properties(plane: ControlPlane) -> dict[str, Any]:
     """The ``opencoti`` member of ``/props``."""
-    pools_work = plane.capability is Capability.ZERO_COPY
     return {
         "version": __version__,
         "capability": plane.capability.value,
         "capability_reason": plane.capability_reason,
-        "features": list(FEATURES) if pools_work else [],
+        "features": list(FEATURES) if plane.capability.has_pools else [],
         "engine_build": None if plane.facts is None else plane.facts.build,
         "engine_epoch": None if plane.facts is None else plane.facts.epoch or None,
         "max_pools": None if plane.facts is None else plane.facts.max_pools,
-        "kv_cells_total": None if plane.facts is None else plane.facts.cells,
+        "kv_cells_total": plane.cells_total,
         "kv_bytes_per_cell": None if plane.facts is None else plane.facts.bytes_per_cell or None,
         "attach_shortfall_total": plane.pools.shortfalls,
     }

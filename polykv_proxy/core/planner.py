@@ -355,7 +355,7 @@ class PoolPlanner:
         themselves hold at most their share of the cells, too.
         """
         facts = self._engine.facts
-        if facts is None or not self._policy.auto_pools:
+        if facts is None or not self._policy.auto_pools or not self._engine.capability.shares_cells:
             return False
         held = sum(pool.own_len for pool in self.tree if pool.origin is PoolOrigin.AUTO and pool.resident)
         return held + tokens <= facts.cells * self._policy.auto_share

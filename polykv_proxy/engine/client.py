@@ -96,9 +96,13 @@ class EngineClient:
         body = await self.get("/polykv/engine/counters")
         return _read(lambda document: wire.read_counters(document, monotonic()), body)
 
-    async def busy_slots(self) -> int:
-        """How many slots work, on any engine."""
-        return _read(wire.read_busy_slots, await self.get("/slots"))
+    async def slots(self) -> list[wire.StockSlot]:
+        """The slots of any engine."""
+        return _read(wire.read_slots, await self.get("/slots"))
+
+    async def adapters(self) -> int:
+        """LoRA adapters that the engine has loaded, whether they are in force or not."""
+        return len(_read(wire.read_list, await self.get("/lora-adapters")))
 
     async def tokenize(self, text: str) -> Tokens:
         """Token ids of a raw prompt, exactly as a completion would see them."""
@@ -117,6 +121,56 @@ class EngineClient:
         """
         answer = await self._call("POST", f"{path}?tokens=1", body, TOKENIZE_TIMEOUT_S)
         return _read(wire.read_tokens, answer)
+
+    async def count(self, path: str, body: bytes) -> int:
+        """How many tokens a body has, as the counting route of its API says; on any engine."""
+        return _read(wire.read_count, await self._call("POST", path, body, TOKENIZE_TIMEOUT_S))
+
+    async def render(self, body: bytes) -> str:
+        """The prompt of a chat body.
+
+        Raises:
+            BadRequestError: the engine refuses the body.
+        """
+        return _read(
+            wire.read_rendered, await self._call("POST", "/apply-template", body, TOKENIZE_TIMEOUT_S)
+        )
+
+    # -- slots of an engine without pools ----------------------------------------------------------------
+
+    async def prefill(self, tokens: Tokens, slot: SlotId) -> wire.PoolTimings:
+        """Compute a prompt in an idle slot and leave it there; takes as long as it takes.
+
+        The engine notices that the call was given up within a second, or after the running batch.
+        """
+        wanted = {
+            "prompt": list(tokens),
+            "n_predict": 0,  # it samples a token all the same, which does not stay in the slot
+            "temperature": 0,
+            "id_slot": slot,
+            "cache_prompt": True,
+            "response_fields": ["timings"],
+        }
+        return _read(
+            wire.read_computed, await self._call("POST", "/completion", msgspec.json.encode(wanted), None)
+        )
+
+    async def save_slot(self, slot: SlotId, filename: str) -> wire.SlotFile:
+        """Write an idle slot to a file in the engine's folder; on a slot at work this waits for its end."""
+        return await self._move_slot(slot, "save", filename)
+
+    async def restore_slot(self, slot: SlotId, filename: str) -> wire.SlotFile:
+        """Fill an idle slot from a file; what it held is gone, also when this fails."""
+        return await self._move_slot(slot, "restore", filename)
+
+    async def erase_slot(self, slot: SlotId) -> None:
+        """Empty an idle slot."""
+        await self._call("POST", f"/slots/{slot}?action=erase", b"{}", STEP_TIMEOUT_S)
+
+    async def _move_slot(self, slot: SlotId, action: str, filename: str) -> wire.SlotFile:
+        body = msgspec.json.encode({"filename": filename})
+        answer = await self._call("POST", f"/slots/{slot}?action={action}", body, STEP_TIMEOUT_S)
+        return _read(wire.read_slot_file, answer)
 
     # -- pools -----------------------------------------------------------------------------------------
 
@@ -201,9 +255,14 @@ class EngineClient:
         """A stock slot action (save, restore, erase) as it is; status and body."""
         return await self._raw("POST", f"/slots/{slot}?{query}", body, TOKENIZE_TIMEOUT_S)
 
-    async def complete(self, tokens: Tokens, headers: dict[str, str]) -> dict[str, Any]:
+    async def complete(
+        self, tokens: Tokens, headers: dict[str, str], *, slot: SlotId | None = None
+    ) -> dict[str, Any]:
         """A completion of one token; for self-tests."""
-        body = msgspec.json.encode({"prompt": list(tokens), "n_predict": 1, "temperature": 0})
+        wanted: dict[str, Any] = {"prompt": list(tokens), "n_predict": 1, "temperature": 0}
+        if slot is not None:
+            wanted |= {"id_slot": slot, "cache_prompt": True, "response_fields": ["timings"]}
+        body = msgspec.json.encode(wanted)
         status, answer = await self._raw("POST", "/completion", body, TOKENIZE_TIMEOUT_S, headers)
         self._check(status, answer)
         return _read(wire.read_object, answer)

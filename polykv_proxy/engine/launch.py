@@ -43,6 +43,11 @@ class EngineSpec:
     """Arguments that work but cost something; to be logged once."""
 
 
+def slot_folder(settings: Settings, index: int) -> Path:
+    """Where an engine of ours has its slot files."""
+    return settings.state_path.absolute() / f"slots-{index}"
+
+
 def spec_from(settings: Settings, index: int = 0) -> EngineSpec:
     """The engine that the settings describe; ``engine.binary`` and ``engine.model`` must be filled in.
 
@@ -56,10 +61,10 @@ def spec_from(settings: Settings, index: int = 0) -> EngineSpec:
     profile = LaunchProfile(
         model=engine.model.absolute(),
         socket=settings.runtime_path.absolute() / f"engine-{index}.sock",
-        slot_dir=state_dir / f"slots-{index}",
+        slot_dir=slot_folder(settings, index),
         parallel=engine.parallel,
         ctx_size=engine.ctx_size,
-        max_pools=engine.max_pools,
+        max_pools=0 if engine.stock else engine.max_pools,
         extra=engine.args,
     )
     added = {name: value.get_secret_value() for name, value in engine.env.items()}

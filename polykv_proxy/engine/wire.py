@@ -91,6 +91,8 @@ class Materialized(msgspec.Struct):
     uid: int
     n_tokens: int
     timings: PoolTimings
+    file_bytes: int | None = None
+    """Size of its file, where a pool is one."""
 
 
 class SnapshotTaken(msgspec.Struct):
@@ -100,6 +102,8 @@ class SnapshotTaken(msgspec.Struct):
     n_parent: int
     """Leading tokens whose cells are the parent's."""
     tokens: list[int]
+    file_bytes: int | None = None
+    """Size of its file, where a pool is one."""
 
 
 class _Error(msgspec.Struct):
@@ -137,8 +141,41 @@ class _TokenList(msgspec.Struct):
     tokens: list[int]
 
 
-class _StockSlot(msgspec.Struct):
+class StockSlot(msgspec.Struct, frozen=True):
+    """One slot as any engine shows it in ``GET /slots``."""
+
+    id: int = 0
     is_processing: bool = False
+    id_task: int | None = None
+    """The running or the last task; None before the first. Counts up over the whole engine."""
+    n_prompt_tokens: int = 0
+    """Tokens that it holds."""
+
+
+class SlotFile(msgspec.Struct):
+    """What a save or a restore moved."""
+
+    n_tokens: int
+    n_bytes: int
+
+
+class _SlotMoved(msgspec.Struct):
+    n_saved: int = 0
+    n_restored: int = 0
+    n_written: int = 0
+    n_read: int = 0
+
+
+class _Computed(msgspec.Struct):
+    timings: PoolTimings
+
+
+class _Rendered(msgspec.Struct):
+    prompt: str
+
+
+class _Counted(msgspec.Struct):
+    input_tokens: int
 
 
 _info = msgspec.json.Decoder(_Info)
@@ -151,7 +188,12 @@ _freed = msgspec.json.Decoder(_Freed)
 _models = msgspec.json.Decoder(_Models)
 _object = msgspec.json.Decoder(dict[str, Any])
 _token_list = msgspec.json.Decoder(_TokenList)
-_stock_slots = msgspec.json.Decoder(list[_StockSlot])
+_stock_slots = msgspec.json.Decoder(list[StockSlot])
+_slot_moved = msgspec.json.Decoder(_SlotMoved)
+_computed = msgspec.json.Decoder(_Computed)
+_rendered = msgspec.json.Decoder(_Rendered)
+_counted = msgspec.json.Decoder(_Counted)
+_list = msgspec.json.Decoder(list[Any])
 
 
 def read_info(body: bytes) -> tuple[EngineFacts, dict[str, str]]:
@@ -285,9 +327,35 @@ def read_object(body: bytes) -> dict[str, Any]:
     return _object.decode(body)
 
 
-def read_busy_slots(body: bytes) -> int:
-    """``GET /slots`` of any engine: how many slots work."""
-    return sum(slot.is_processing for slot in _stock_slots.decode(body))
+def read_slots(body: bytes) -> list[StockSlot]:
+    """``GET /slots`` of any engine."""
+    return _stock_slots.decode(body)
+
+
+def read_slot_file(body: bytes) -> SlotFile:
+    """Answer to a slot that was saved or restored."""
+    moved = _slot_moved.decode(body)
+    return SlotFile(moved.n_saved or moved.n_restored, moved.n_written or moved.n_read)
+
+
+def read_computed(body: bytes) -> PoolTimings:
+    """Answer to a completion: what its prompt took."""
+    return _computed.decode(body).timings
+
+
+def read_rendered(body: bytes) -> str:
+    """``POST /apply-template``: the prompt of a chat."""
+    return _rendered.decode(body).prompt
+
+
+def read_count(body: bytes) -> int:
+    """Answer of a counting route: how many tokens."""
+    return _counted.decode(body).input_tokens
+
+
+def read_list(body: bytes) -> list[Any]:
+    """Any JSON array."""
+    return _list.decode(body)
 
 
 def read_error(body: bytes, status: int) -> str:

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
-_ANSWERED = frozenset({"engine_refused", "engine_failed", "engine_auth", "not_found"})
-"""Codes of the client's errors after which the engine is known to be done with a call."""
+_ANSWERED = frozenset({"engine_refused", "engine_failed", "engine_auth", "not_found", "copy_ineffective"})
+"""Codes of the backend's errors after which the engine is known to be done with a call."""
 
 
 class _Materialization:
@@ -112,16 +112,15 @@ class Materializer:
             clean = False
             if pool.parent is not None and not pool.parent.resident:
                 self._plane.tree.detach(pool)
-            done = await self._client.materialize(
+            done = await self._runtime.backend.materialize(
                 pool.number,
                 pool.tokens,
-                lease.slots[0],
-                lease.lease_id,
+                lease,
                 parent=None if pool.parent is None else pool.parent.number,
                 branch_pos=pool.branch_pos,
             )
             clean = True
-            self._plane.pools.on_ready(pool, PoolUid(done.uid))
+            self._plane.pools.on_ready(pool, PoolUid(done.uid), done.file_bytes)
             job.result.set_result(done)
             log.info(
                 "pool_created", pool_id=pool.pool_id, tokens=pool.prefix_len, computed=done.timings.prompt_n
@@ -154,8 +153,8 @@ class Materializer:
         The engine goes on from what a slot holds. Where that is another pool's, the new one would hold cells
         that the tree knows nothing of.
         """
-        held = (await self._client.counters()).slots[slot]
-        if held.shared_tokens > pool.branch_pos:
+        held = await self._runtime.backend.shared(slot)
+        if held is not None and held.shared_tokens > pool.branch_pos:
             await self._client.slot_action(slot, "action=erase", b"{}")
 
     async def ensure_resident(self, pool: PrefixPool) -> PrefixPool:

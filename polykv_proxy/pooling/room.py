@@ -40,7 +40,6 @@ class Room:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._plane = runtime.plane
-        self._client = runtime.client
 
     async def release(self, pool: PrefixPool, *, recursive: bool) -> tuple[list[PrefixPool], int]:
         """Release a pool, with its subtree if asked; returns what went and how many cells were freed.
@@ -131,7 +130,7 @@ class Room:
             if not self._plane.serving:
                 return None  # what answers by now may be another engine, at its self-test
             try:
-                freed = await self._client.release(number)
+                freed = await self._runtime.backend.release(number)
             except PolyKVError as error:
                 log.warning("pool_release_failed", number=number, reason=error.message)
                 return None

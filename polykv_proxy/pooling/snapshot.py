@@ -19,6 +19,7 @@ from polykv_proxy.errors import (
 )
 
 if TYPE_CHECKING:
+    from polykv_proxy.core.decisions import Lease
     from polykv_proxy.core.pools import PrefixPool
     from polykv_proxy.core.sessions import Session
     from polykv_proxy.core.slots import Slot
@@ -40,7 +41,6 @@ class Snapshots:
     def __init__(self, runtime: Runtime, room: Room) -> None:
         self._runtime = runtime
         self._plane = runtime.plane
-        self._client = runtime.client
         self._room = room
 
     async def of_session(  # noqa: PLR0913 - the facts of a pool
@@ -90,25 +90,28 @@ class Snapshots:
     async def _take(
         self, slot: Slot, session: Session, wanted: Wanted, *, n_tokens: int | None, parent: PrefixPool | None
     ) -> tuple[PrefixPool, bool]:
-        plane, epoch = self._plane, self._runtime.epoch
+        plane, epoch, backend = self._plane, self._runtime.epoch, self._runtime.backend
         number = await self._room.for_one(partial(plane.tree.reserve, session.scope))
         kept = False
+        lease: Lease | None = None
         try:
-            held = (await self._client.counters()).slots[slot.slot]
+            held = await backend.shared(slot.slot)
             if slot.session is not session:
                 raise SessionNotResidentError("another conversation took the slot", param="from_session")
+            lease = None if backend.snapshots_running else self._borrow(slot)
             below = plane.pools.snapshot_parent(held, parent)
             live = below is not None and below.resident
             try:
-                made = await self._client.snapshot(
-                    number, slot.slot, n_tokens, below.number if below is not None and live else None
-                )
+                above = below.number if below is not None and live else None
+                made = await backend.snapshot(number, slot.slot, n_tokens, above, lease)
             except NotFoundError as error:
                 raise ConflictError(f"{error.message}; ask again", code="pool_lost") from None
             if self._runtime.epoch != epoch:
                 raise EngineGoneError("the engine was restarted")
-            taken, tokens = Taken(number, PoolUid(made.uid)), as_tokens(made.tokens)
-            branch_pos = made.n_parent if live else min(held.shared_tokens, len(tokens))
+            taken = Taken(number, PoolUid(made.uid), made.file_bytes)
+            tokens = as_tokens(made.tokens)
+            shared = 0 if held is None else held.shared_tokens
+            branch_pos = made.n_parent if live else min(shared, len(tokens))
             if branch_pos == 0:
                 below = None
             try:
@@ -134,9 +137,22 @@ class Snapshots:
             )
             return pool, kept
         finally:
+            if lease is not None:
+                self._runtime.returned(lease)
             if not kept and self._runtime.epoch == epoch:
                 # nothing came of it, but the engine may have a pool under it all the same
                 self._runtime.spawn(self._room.take_back(number, epoch))
+
+    def _borrow(self, slot: Slot) -> Lease:
+        """Keep others off a slot that must not work while the engine saves it."""
+        lease = self._runtime.borrow(slot.slot)
+        if lease is None:
+            raise ConflictError(
+                f"slot {slot.slot} is at work, and this engine saves idle slots only; ask again",
+                code="slot_busy",
+                param="from_session",
+            )
+        return lease
 
     @staticmethod
     def _check(

@@ -26,6 +26,7 @@ from polykv_proxy.edge import Edge, InProcess, Upstream
 from polykv_proxy.edge.tasks import TaskSet
 from polykv_proxy.engine.address import EngineAddress
 from polykv_proxy.engine.client import EngineClient
+from polykv_proxy.engine.poolfiles import CopyLimits
 from polykv_proxy.engine.state import EngineState, EngineStatus
 from polykv_proxy.fleet import Engine, Fleet
 from polykv_proxy.pooling import Pooling
@@ -109,9 +110,14 @@ class Rig:
         admin: str | None = None,
         hold_s: float = 0.05,
         models: tuple[str, ...] = ("fake",),
+        stock: FakePolykv | None = None,
+        copies: CopyLimits | None = None,
         **settings: Any,
     ) -> None:
-        self.engines = [FakePolykv(slots=slots, max_pools=max_pools) for _ in models]
+        self.engines = (
+            [FakePolykv(slots=slots, max_pools=max_pools) for _ in models] if stock is None else [stock]
+        )
+        self._copies = copies
         for engine, model in zip(self.engines, models, strict=True):
             engine.model = model
             engine.props |= {"model_path": f"{model}.gguf"}
@@ -167,7 +173,7 @@ class Rig:
         client = await self._stack.enter_async_context(EngineClient(address, None))
         policy = PoolPolicy(**self.settings.pools.model_dump())
         plane = ControlPlane(max_waiting=self.settings.queue.max_depth, policy=policy, number=number)
-        runtime = Runtime(plane, client, tasks, f"engine-{number}")
+        runtime = Runtime(plane, client, tasks, f"engine-{number}", copies=self._copies)
         upstream = Upstream(fake.address)
         self._stack.callback(upstream.close)
         return Engine(number, f"engine-{number}", runtime, Pooling(runtime), upstream)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polykv_proxy.api.asked import OUR_KEYS, TEXT_LINK_BYTES, prompt_tokens, read, without
+from polykv_proxy.api.asked import OUR_KEYS, TEXT_LINK_BYTES, pinner, prompt_tokens, read, without
 from polykv_proxy.api.families import INFERENCE
 from polykv_proxy.core.types import as_tokens
 from polykv_proxy.errors import BadRequestError
@@ -372,3 +372,34 @@ def test_null_members_of_ours_ask_for_nothing():
     found = asked({"opencoti": None, "pool_id": None, "session_id": None, "prompt": "a"}, TEXT)
     assert (found.pool_id, found.session, found.auto_match) == (None, None, True)
     assert b"opencoti" not in found.body
+
+
+# -- slots in bodies --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("body", "sent"),
+    [
+        (b'{"a": 1}\n', b'{"a": 1,"id_slot":3}\n'),
+        (b"{}", b'{"id_slot":3}'),
+        (b'{"id_slot":7, "a": [1, {"id_slot": 2}]}', b'{"a":[1, {"id_slot": 2}],"id_slot":3}'),
+        (b'{"id_slot":7,"id_slot":8}', b'{"id_slot":3}'),
+        (b'{"id\\u005fslot":7}', b'{"id_slot":3}'),
+        (b'{"id_slot":null,"a":1}', b'{"a":1,"id_slot":3}'),
+    ],
+)
+def test_a_slot_is_put_at_the_end_of_a_body(body, sent):
+    """Every other byte stays; a choice of the client's own is gone."""
+    assert pinner(asked(body, TEXT), TEXT)(3) == sent
+
+
+@pytest.mark.parametrize("body", [b"[1]", b"", b"nonsense", b'{"a":1}\0', b"[" * 100_000])
+def test_no_slot_is_put_into_what_is_no_object(body):
+    """The engine chooses one, or refuses it."""
+    with contextlib.suppress(BadRequestError):
+        assert pinner(asked(body, TEXT), TEXT) is None
+
+
+def test_anthropics_api_takes_no_slot():
+    """The engine keeps only the members that it knows there."""
+    assert pinner(asked({"messages": []}, MESSAGES), MESSAGES) is None

@@ -101,6 +101,10 @@ async def test_an_answer_that_makes_no_sense_is_an_unavailable_engine(engine, cl
         client.materialize(PoolNumber(0), as_tokens([1]), SlotId(0), 1),
         client.release(PoolNumber(0)),
         client.describe(),
+        client.slots() if body != b"[]" else client.counters(),
+        client.render(b"{}"),
+        client.count("/c", b"{}"),
+        client.prefill(as_tokens([1]), SlotId(0)),
     ]
     for call in calls:
         with pytest.raises(UnavailableError) as caught:
@@ -135,7 +139,7 @@ async def test_a_tcp_engine_is_reached_by_its_url(unused_tcp_port):
     address = EngineAddress.parse(f"http://127.0.0.1:{unused_tcp_port}")
     async with EngineClient(address, None) as client:
         with pytest.raises(EngineGoneError):
-            await client.busy_slots()
+            await client.slots()
 
 
 async def test_leaving_without_entering_is_no_error():
@@ -213,10 +217,43 @@ async def test_a_completion_for_a_test_is_one_token(engine, client):
         await client.complete(as_tokens([1]), {})
 
 
-async def test_slots_of_any_engine_are_counted(engine, client):
-    """Those at work."""
-    engine.body = b'[{"is_processing":true},{"is_processing":false}]'
-    assert await client.busy_slots() == 1
+async def test_slots_of_any_engine_are_read(engine, client):
+    """With what runs there, and what ran last."""
+    engine.body = b'[{"id":0,"is_processing":true,"id_task":4},{"id":1,"is_processing":false}]'
+    one, two = await client.slots()
+    assert (one.is_processing, one.id_task, two.is_processing) == (True, 4, False)
+
+
+async def test_slots_are_moved_to_files_and_back(engine, client):
+    """By a name in the engine's folder; an adapter list and an erased slot on the way."""
+    engine.body = b'{"n_saved":5,"n_written":50}'
+    assert (await client.save_slot(SlotId(1), "f.bin")).n_tokens == 5
+    await client.restore_slot(SlotId(2), "f.bin")
+    await client.erase_slot(SlotId(3))
+    assert [(method, path) for method, path, _, _ in engine.seen] == [
+        ("POST", "/slots/1?action=save"),
+        ("POST", "/slots/2?action=restore"),
+        ("POST", "/slots/3?action=erase"),
+    ]
+    assert json.loads(engine.seen[1][3]) == {"filename": "f.bin"}
+    engine.body = b'[{"id":0}]'
+    assert await client.adapters() == 1
+
+
+async def test_a_prompt_is_computed_in_a_slot(engine, client):
+    """Nothing is generated, and what the slot has in common with it is used."""
+    engine.body = b'{"timings":{"cache_n":1,"prompt_n":2,"prompt_ms":3.5}}'
+    assert (await client.prefill(as_tokens([1, 2, 3]), SlotId(1))).prompt_n == 2
+    sent = json.loads(engine.seen[0][3])
+    assert (sent["prompt"], sent["n_predict"], sent["id_slot"], sent["cache_prompt"]) == (
+        [1, 2, 3],
+        0,
+        1,
+        True,
+    )
+    engine.body = b'{"timings":{"cache_n":3}}'
+    await client.complete(as_tokens([1]), {}, slot=SlotId(1))
+    assert json.loads(engine.seen[1][3])["id_slot"] == 1
 
 
 async def test_an_engine_is_described_by_all_that_changes_kv(engine, client, monkeypatch):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from polykv_proxy.config import Settings
-from polykv_proxy.engine.launch import spec_from
+from polykv_proxy.engine.launch import slot_folder, spec_from
 from polykv_proxy.engine.state import Backoff
 from polykv_proxy.errors import ConfigError
 
@@ -51,6 +51,14 @@ def test_what_the_settings_say_reaches_the_engine(tmp_path):
     assert (spec.ready_timeout_s, spec.stop_deadline_s) == (5, 6)
     assert spec.backoff == Backoff(first_s=1, max_s=9)
     assert len(spec.warnings) == 1
+
+
+def test_a_stock_binary_is_not_asked_for_pools(tmp_path):
+    """It does not know the option; its pools are files in the folder that it saves to."""
+    one = settings(tmp_path, stock=True, max_pools=3)
+    spec = spec_from(one, 2)
+    assert "--polykv-max-pools" not in spec.argv
+    assert spec.slot_dir == slot_folder(one, 2)
 
 
 def test_relative_paths_are_made_absolute(tmp_path, monkeypatch):

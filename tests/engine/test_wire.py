@@ -107,14 +107,32 @@ def test_a_pool_tells_what_it_took():
     assert wire.read_freed(reply("release")) == 0
 
 
-def test_busy_slots_are_counted():
-    """On any engine."""
-    assert wire.read_busy_slots(reply("slots")) == 0
-    assert (
-        wire.read_busy_slots(reply("slots").replace(b'"is_processing":false', b'"is_processing":true', 1))
-        == 1
-    )
-    assert wire.read_busy_slots(b'[{"is_processing":true},{}]') == 1
+def test_slots_of_any_engine_are_read():
+    """A slot has a task after its first only."""
+    assert not any(slot.is_processing for slot in wire.read_slots(reply("slots")))
+    busy = reply("slots").replace(b'"is_processing":false', b'"is_processing":true', 1)
+    assert sum(slot.is_processing for slot in wire.read_slots(busy)) == 1
+    one, two = wire.read_slots(b'[{"id":0,"id_task":22,"n_prompt_tokens":3},{"id":1}]')
+    assert (one.id_task, one.n_prompt_tokens) == (22, 3)
+    assert (two.id_task, two.n_prompt_tokens) == (None, 0)
+
+
+def test_slot_files_tell_their_size():
+    """Saved or restored; recorded from the pinned engine."""
+    saved = b'{"id_slot":0,"filename":"x","n_saved":200,"n_written":54500,"timings":{"save_ms":0.164}}'
+    restored = b'{"id_slot":1,"filename":"x","n_restored":200,"n_read":54500,"timings":{"restore_ms":0.1}}'
+    for answer in (saved, restored):
+        moved = wire.read_slot_file(answer)
+        assert (moved.n_tokens, moved.n_bytes) == (200, 54500)
+
+
+def test_what_an_engine_without_the_patch_says_of_prompts():
+    """Rendered, counted, computed."""
+    assert wire.read_rendered(b'{"prompt":"<s>Hi"}') == "<s>Hi"
+    assert wire.read_count(b'{"input_tokens":7}') == 7
+    timings = wire.read_computed(b'{"timings":{"cache_n":1,"prompt_n":2,"prompt_ms":3.5}}')
+    assert (timings.cache_n, timings.prompt_n) == (1, 2)
+    assert wire.read_list(b'[{"id":0}]') == [{"id": 0}]
 
 
 def test_the_engines_own_sentence_is_kept():

@@ -1,0 +1,58 @@
+"""Whether an engine goes on from a slot file, on the model that it has loaded."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from polykv_proxy.core.types import SlotId, Tokens
+    from polykv_proxy.engine.client import EngineClient
+
+TEST_TOKENS = 144
+"""Longer than the shortest sliding windows in use; a pool that is longer than a window shows it itself."""
+TAIL_TOKENS = 8
+
+
+async def restore_works(
+    client: EngineClient, name: str, slots: tuple[SlotId, SlotId], ctx_tokens: int
+) -> tuple[bool, str | None]:
+    """Save a prompt, restore it into another slot, let a slot run in between, and go on from it.
+
+    Args:
+        client: the way to the engine.
+        name: of the file; the caller deletes it.
+        slots: two idle ones, or one twice; empty afterwards.
+        ctx_tokens: window of a slot.
+
+    Returns:
+        Whether it also goes on from before the end of what was restored; and what went wrong, or None.
+
+    Raises:
+        BadRequestError, NotFoundError, UnavailableError: the engine does not do one of the steps.
+    """
+    one, other = slots
+    words = await client.tokenize("The quick brown fox jumps over the lazy dog. " * 40)
+    tokens, tail = words[: min(TEST_TOKENS, ctx_tokens // 2)], words[-TAIL_TOKENS:]
+    await client.prefill(tokens, one)
+    saved = await client.save_slot(one, name)
+    await client.erase_slot(one)
+    if saved.n_tokens != len(tokens):
+        return False, f"self-test: {saved.n_tokens} of {len(tokens)} tokens were saved"
+    await client.restore_slot(other, name)
+    if one != other:
+        await client.complete(tail, {}, slot=one)
+    whole = await reused(client, tokens + tail, other)
+    await client.restore_slot(other, name)
+    part = await reused(client, tokens[:-TAIL_TOKENS] + tail, other)
+    for slot in {one, other}:
+        await client.erase_slot(slot)
+    partial = part == len(tokens) - TAIL_TOKENS
+    if whole != len(tokens):
+        return partial, f"self-test: a request reused {whole} of {len(tokens)} restored tokens"
+    return partial, None
+
+
+async def reused(client: EngineClient, tokens: Tokens, slot: SlotId) -> int:
+    """How much of a prompt the engine does not compute in that slot now."""
+    answer = await client.complete(tokens, {}, slot=slot)
+    return int(answer.get("timings", {}).get("cache_n", 0))

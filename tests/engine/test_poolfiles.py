@@ -1,0 +1,65 @@
+"""Claims about ``engine.poolfiles``: what is a pool's is deleted, listed or used again, and nothing else."""
+
+import pytest
+
+from polykv_proxy.core.types import PoolNumber, as_tokens
+from polykv_proxy.engine.poolfiles import CopyLimits, PoolFile, PoolFiles
+
+ONE = PoolNumber(1)
+
+
+def saved(files, folder, number=ONE):
+    """A pool whose file is there."""
+    name = files.name(number)
+    (folder / name).write_bytes(b"kv")
+    files.add(number, PoolFile(name, as_tokens([1, 2]), 20))
+    return folder / name
+
+
+async def test_what_is_ours_is_deleted(tmp_path):
+    """Once and again; also what an attempt left under the number."""
+    files = PoolFiles(CopyLimits(3, tmp_path))
+    path = saved(files, tmp_path)
+    assert files.get(ONE).tokens == as_tokens([1, 2])
+    assert files.listing() == {
+        "pool_files": 1,
+        "pool_files_max": 3,
+        "pool_file_bytes": 20,
+        "pool_files_left": [],
+    }
+    for _ in range(2):
+        await files.remove(ONE)
+        assert not path.exists()
+    path.write_bytes(b"half")
+    await files.remove(ONE)
+    assert not path.exists()
+    assert files.get(ONE) is files.get(None) is None
+
+
+async def test_what_is_not_ours_is_left_and_listed(tmp_path):
+    """Until a new pool of that number takes it; the next load remembers what this one left."""
+    files = PoolFiles(CopyLimits(3))
+    path = saved(files, tmp_path)
+    await files.remove(PoolNumber(2))  # there never was one
+    assert files.listing()["pool_files_left"] == []
+    await files.remove(ONE)
+    assert path.exists()
+    assert files.listing()["pool_files_left"] == [path.name]
+    saved(files, tmp_path)
+    assert files.listing()["pool_files_left"] == []
+    later = PoolFiles(CopyLimits(3))
+    later.inherit(files)
+    later.tidy()
+    assert later.listing()["pool_files_left"] == [path.name]
+    assert later.name(ONE) != path.name
+
+
+@pytest.mark.parametrize("name", ["session.bin", "polykv-pool-x", "polykv-other.bin"])
+async def test_what_is_no_pools_is_not_touched(tmp_path, name):
+    """Others keep files in that folder, too."""
+    (tmp_path / name).write_bytes(b"")
+    files = PoolFiles(CopyLimits(3, tmp_path))
+    path = saved(files, tmp_path)
+    PoolFiles(CopyLimits(3, tmp_path)).tidy()
+    assert not path.exists()
+    assert (tmp_path / name).exists()
