@@ -323,6 +323,7 @@ def test_what_saved_nothing_yet_keeps_to_a_share_of_the_cells():
     plane.tree.evict(made)
     assert plane.pools.may_keep(half)
     assert not policed(auto_pools=False).pools.may_keep(1)
+    assert not serving(capability=Capability.COPY).pools.may_keep(1)
     assert not ControlPlane(max_waiting=1).pools.may_keep(1)
 
 

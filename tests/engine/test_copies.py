@@ -333,6 +333,14 @@ async def test_requests_without_a_pool_find_one(rig):
     assert [pool.pool_id for pool in rig.runtime.plane.tree] == [pool_id]
 
 
+async def test_hints_leave_no_pool_behind(rig):
+    """A group that says it begins alike: nothing comes by itself, and the engine is not asked for it."""
+    for content in "ab":
+        await rig.ask(CHAT, chat(content * 300, prompt_cache_key="group"))
+    assert not list(rig.runtime.plane.tree)
+    assert not rig.engine.of("/v1/chat/completions/input_tokens")
+
+
 async def test_tokens_that_cannot_be_had_are_a_reason(rig):
     """A Responses body with more than text, or whose count the engine sees otherwise, runs without."""
     pool_id = await pool_of(rig, PROMPT)
