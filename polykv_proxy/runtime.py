@@ -33,7 +33,7 @@ from polykv_proxy.errors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine
+    from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
     from typing import Any
 
     from polykv_proxy.core.plane import ControlPlane
@@ -119,6 +119,8 @@ class Runtime:
         self._waiters: dict[int, Pending] = {}
         self.after_idle: dict[LeaseId, Callable[[], Awaitable[object]]] = {}
         """What is to be done when an abandoned request's slots are idle, before they are given away."""
+        self._still: dict[SlotId, asyncio.Future[None]] = {}
+        """Slots in which nothing may begin until the future is done."""
         self._sampling: asyncio.Future[EngineSample] | None = None
         self._ended_at = 0.0
         self._ready_task: asyncio.Task[None] | None = None
@@ -308,6 +310,23 @@ class Runtime:
         """Give back what was borrowed."""
         self._perform(self.plane.returned(lease, monotonic()))
 
+    @contextlib.asynccontextmanager
+    async def still(self, slot: SlotId) -> AsyncIterator[None]:
+        """Nothing begins in a slot while the block runs: what was read of it stays true."""
+        while (going := self._still.get(slot)) is not None:
+            await asyncio.shield(going)
+        ended = self._still[slot] = asyncio.get_running_loop().create_future()
+        try:
+            yield
+        finally:
+            del self._still[slot]
+            ended.set_result(None)
+
+    async def may_begin(self, lease: Lease) -> None:
+        """Wait until nobody needs the lease's slots to be still; send without another await."""
+        while going := [self._still[slot] for slot in lease.slots if slot in self._still]:
+            await asyncio.shield(going[0])
+
     def _perform(self, commands: list[Command]) -> None:
         for command in commands:
             match command:
@@ -322,19 +341,21 @@ class Runtime:
 
     async def _await_idle(self, lease: Lease, *, stop: bool) -> None:
         """A client left: stop what the engine does for it, then give the slots away."""
-        deadline = monotonic() + LAUNCH_GRACE_S
+        deadline, content = monotonic() + LAUNCH_GRACE_S, Content.NEW
         while self.plane.serving:
             try:
                 others = sum(slot.lease is not None for slot in self.plane.board) - len(lease.slots)
                 overdue_s = monotonic() - deadline
-                if await self.backend.is_over(lease, overdue_s, others=others, stop=stop):
+                left = await self.backend.remains(lease, overdue_s, others=others, stop=stop)
+                if left is not None:
+                    content = left
                     break
             except PolyKVError as error:
                 log.debug("abandoned_request_poll_failed", reason=error.message)
             await asyncio.sleep(IDLE_POLL_S)
         if (act := self.after_idle.pop(lease.lease_id, None)) is not None:
             await act()
-        self._perform(self.plane.on_slots_idle(lease, monotonic(), Content.NEW))
+        self._perform(self.plane.on_slots_idle(lease, monotonic(), content))
         self.sampled.set()
 
     # -- samples -----------------------------------------------------------------------------------------

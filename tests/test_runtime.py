@@ -207,6 +207,64 @@ async def test_a_request_that_never_began_frees_its_slot_after_a_grace(rig, monk
     await until(lambda: rig.idle == 1)
 
 
+async def conversation_in_a_slot(rig, name):
+    """A request of a session that the engine computed ten tokens of; its lease."""
+    lease = rig.runtime.request(Ask(scope=SCOPE, name=name, chain=(1, 2))).lease
+    rig.engine.sequences[lease.slots[0]].tokens = list(range(10))
+    rig.runtime.finish(lease, clean=True, content=Content.NEW)
+    return lease
+
+
+@pytest.mark.parametrize(("tokens", "slot"), [(4, 0), (0, None)], ids=["some", "none"])
+async def test_who_left_is_where_something_was_computed(proxies, tokens, slot):
+    """A request that was stopped before its first token left nothing: no slot is its session's."""
+    rig = await proxies(slots=1)
+    lease = rig.runtime.request(Ask(scope=SCOPE, name="me", chain=(1, 2))).lease
+    held = rig.engine.sequences[0]
+    held.tag, held.tokens = lease.lease_id, list(range(tokens))
+    rig.runtime.finish(lease, clean=False, content=Content.NEW)
+    await until(lambda: rig.idle == 1)
+    assert lease.session.slot == slot
+
+
+@pytest.mark.parametrize(("erased", "slot"), [(False, 0), (True, None)], ids=["kept", "erased"])
+async def test_a_request_that_never_began_displaced_nobody(proxies, monkeypatch, erased, slot):
+    """The slot holds what it held, and that is not the conversation of the request."""
+    monkeypatch.setattr(runtime_module, "LAUNCH_GRACE_S", 0.05)
+    rig = await proxies(slots=1)
+    first = await conversation_in_a_slot(rig, "first")
+    second = rig.runtime.request(Ask(scope=SCOPE, name="second", chain=(1, 3))).lease
+    if erased:
+        rig.engine.sequences[0].tokens = []
+    rig.runtime.finish(second, clean=False, content=Content.NEW)
+    await until(lambda: rig.idle == 1)
+    assert (first.session.slot, second.session.slot) == (slot, None)
+
+
+async def test_one_at_a_time_needs_a_slot_to_be_still(rig):
+    """Whoever comes second waits, and a request waits for both; other slots are not concerned."""
+    one, two = take_all(rig)
+    first = rig.runtime.still(one.slots[0])
+    await first.__aenter__()
+    order = []
+
+    async def second():
+        async with rig.runtime.still(one.slots[0]):
+            order.append("second")
+
+    async def begin():
+        await rig.runtime.may_begin(one)
+        order.append("request")
+
+    tasks = [asyncio.get_running_loop().create_task(work) for work in (second(), begin())]
+    await rig.runtime.may_begin(two)
+    await asyncio.sleep(0.01)
+    assert not order
+    await first.__aexit__(None, None, None)
+    await asyncio.gather(*tasks)
+    assert sorted(order) == ["request", "second"]
+
+
 async def test_a_resumable_stream_is_not_stopped(rig):
     """Its slot is taken until the engine is done with it."""
     one, _ = take_all(rig)

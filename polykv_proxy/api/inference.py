@@ -161,6 +161,8 @@ class Inference:
                 self._advice.notice(asked, work.family, work.scope)
             if asked.pool_id is None:
                 await self._find_pool(work)
+            assert work.lease is not None
+            await runtime.may_begin(work.lease)
             self._look_again(work)
             clean = False
             response = await self._send(work)

@@ -232,8 +232,9 @@ class PoolTree:
             pool.children = list(old.children)
         self._pools[pool_id] = pool
         self._known.pop(pool_id, None)
-        if parent is not None:
-            parent.children.append(pool)
+        _join(pool)
+        if number is not None:  # a snapshot: it holds its parent's cells already
+            self._bring_back(parent)
         return pool
 
     def add_ghost(  # noqa: PLR0913 - the facts of a pool
@@ -267,8 +268,15 @@ class PoolTree:
             released=True,
         )
         self._ghosts.append(ghost)
-        if parent is not None:
-            parent.children.append(ghost)
+        _join(ghost)
+        self._bring_back(parent)
+
+    def _bring_back(self, node: PrefixPool | None) -> None:
+        """A ghost that was dropped because nobody held its cells: somebody did who became known just now."""
+        while node is not None and node.released and node not in self._ghosts:
+            self._ghosts.append(node)
+            _join(node)
+            node = node.parent
 
     def reserve(self, scope: Scope) -> PoolNumber:
         """Take a number for a pool whose content is not known yet; ``add`` uses it, ``retire`` frees it.
@@ -479,6 +487,12 @@ class PoolTree:
             seq_ids_max=self.max_pools,
             releasable=releasable,
         )
+
+
+def _join(pool: PrefixPool) -> None:
+    """Its parent knows it."""
+    if pool.parent is not None and pool not in pool.parent.children:
+        pool.parent.children.append(pool)
 
 
 def _leave(pool: PrefixPool) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from polykv_proxy.core.slots import Content
 from polykv_proxy.core.types import Capability, SlotState
 from polykv_proxy.errors import DisabledError, PolyKVError
 
@@ -94,8 +95,8 @@ class Backend(Protocol):
             pinnable: whether its body can say where it runs.
         """
 
-    async def is_over(self, lease: Lease, overdue_s: float, *, others: int, stop: bool) -> bool:
-        """One look at what an abandoned request left running: whether its slots are idle for good.
+    async def remains(self, lease: Lease, overdue_s: float, *, others: int, stop: bool) -> Content | None:
+        """One look at what an abandoned request left running: what its first slot holds, None till all idle.
 
         Args:
             lease: its hold on its slots.
@@ -173,24 +174,29 @@ class Patched:
             headers.append((b"X-PolyKV-Attach", b"%d:%d" % (plan.pool.number, plan.tokens)))
         return await send(Address(tuple(headers)))
 
-    async def is_over(
+    async def remains(
         self,
         lease: Lease,
         overdue_s: float,
         *,
         others: int,  # noqa: ARG002 - tags tell whose task is where
         stop: bool,
-    ) -> bool:
+    ) -> Content | None:
         """The counters show by tag what became of it."""
         sample = await self._client.counters()
         slots = [slot for slot in sample.slots if slot.slot in lease.slots]
+        empty = not sample.slots[lease.slots[0]].tokens
         if not any(slot.tag == lease.lease_id for slot in slots):
-            return overdue_s > 0  # not started yet, or refused before it started
+            if overdue_s <= 0:
+                return None  # not started yet
+            return Content.NOTHING if empty else Content.OLD  # refused before it started
         busy = [slot for slot in slots if slot.state is not SlotState.IDLE]
         for slot in busy:
             if stop and slot.tag == lease.lease_id:
                 await self._client.cancel(slot.slot, slot.task)
-        return not busy
+        if busy:
+            return None
+        return Content.NOTHING if empty else Content.NEW
 
     def forget(self, slots: Iterable[SlotId]) -> None:
         """The engine knows what its slots hold."""
@@ -242,20 +248,20 @@ class Relaying:
         """As it is."""
         return await send(Address())
 
-    async def is_over(
+    async def remains(
         self,
         lease: Lease,  # noqa: ARG002
         overdue_s: float,
         *,
         others: int,
         stop: bool,  # noqa: ARG002
-    ) -> bool:
+    ) -> Content | None:
         """Nothing tells whose task is where: no more busy slots than are accounted for will do."""
         try:
             busy = sum(slot.is_processing for slot in await self._client.slots())
         except PolyKVError:
             busy = others + 1  # its /slots may be switched off: nothing will ever tell
-        return busy <= others or overdue_s > LAUNCH_GRACE_S
+        return Content.NEW if busy <= others or overdue_s > LAUNCH_GRACE_S else None
 
     def forget(self, slots: Iterable[SlotId]) -> None:
         """Nothing is known of them."""

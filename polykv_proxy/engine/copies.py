@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import structlog
 
+from polykv_proxy.core.slots import Content
 from polykv_proxy.core.types import Capability, PoolNumber, SlotId, common_prefix
 from polykv_proxy.engine import rendering, slotfile, trial
 from polykv_proxy.engine.backend import Address
@@ -329,20 +330,27 @@ class Copies:
         held = sum(slot.n_prompt_tokens for slot in await self._slots())
         return held + len(file.tokens) > self._ctx_tokens
 
-    async def is_over(self, lease: Lease, overdue_s: float, *, others: int, stop: bool) -> bool:  # noqa: ARG002
+    async def remains(
+        self,
+        lease: Lease,
+        overdue_s: float,
+        *,
+        others: int,  # noqa: ARG002
+        stop: bool,  # noqa: ARG002
+    ) -> Content | None:
         """Its slots show whether it runs; the engine stops it when it notices that the client left."""
         slots = [slot for slot in await self._slots() if slot.id in lease.slots]
         if any(slot.is_processing for slot in slots):
             self._started.add(lease.lease_id)
-            return False
+            return None
         if lease.lease_id not in self._started and overdue_s <= 0:
-            return False  # not started yet
+            return None  # not started yet
         self._started.discard(lease.lease_id)
         for slot in slots:  # it may not have come to its prompt's end
             held = self._held.get(SlotId(slot.id))
             if held is not None:
                 self._held[SlotId(slot.id)] = held[: slot.n_prompt_tokens]
-        return True
+        return Content.NEW
 
     def forget(self, slots: Iterable[SlotId]) -> None:
         """Nothing is believed of them any more."""

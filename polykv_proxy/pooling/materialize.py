@@ -109,6 +109,7 @@ class Materializer:
             if lease.ended or not self._plane.pools.is_awaited(pool):
                 raise EngineGoneError("the engine was restarted before the pool was computed")
             await self._make_own(lease.slots[0], pool)
+            await self._runtime.may_begin(lease)
             clean = False
             if pool.parent is not None and not pool.parent.resident:
                 self._plane.tree.detach(pool)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from polykv_proxy.core.pools import PrefixPool
     from polykv_proxy.core.sessions import Session
     from polykv_proxy.core.slots import Slot
-    from polykv_proxy.core.types import Scope, SessionId, Tokens
+    from polykv_proxy.core.types import PoolNumber, Scope, SessionId, SlotSample, Tokens
     from polykv_proxy.pooling.room import Room
     from polykv_proxy.runtime import Runtime
 
@@ -95,25 +95,14 @@ class Snapshots:
         kept = False
         lease: Lease | None = None
         try:
-            held = await backend.shared(slot.slot)
-            if slot.session is not session:
-                raise SessionNotResidentError("another conversation took the slot", param="from_session")
-            lease = None if backend.snapshots_running else self._borrow(slot)
-            below = plane.pools.snapshot_parent(held, parent)
-            live = below is not None and below.resident
-            try:
-                above = below.number if below is not None and live else None
-                made = await backend.snapshot(number, slot.slot, n_tokens, above, lease)
-            except NotFoundError as error:
-                raise ConflictError(f"{error.message}; ask again", code="pool_lost") from None
-            if self._runtime.epoch != epoch:
-                raise EngineGoneError("the engine was restarted")
-            taken = Taken(number, PoolUid(made.uid), made.file_bytes)
-            tokens = as_tokens(made.tokens)
-            shared = 0 if held is None else held.shared_tokens
-            branch_pos = made.n_parent if live else min(shared, len(tokens))
-            if branch_pos == 0:
-                below = None
+            async with self._runtime.still(slot.slot):
+                held = await backend.shared(slot.slot)
+                if slot.session is not session:
+                    raise SessionNotResidentError("another conversation took the slot", param="from_session")
+                lease = None if backend.snapshots_running else self._borrow(slot)
+                taken, tokens, below, branch_pos = await self._picture(
+                    number, slot, held, n_tokens, parent, lease
+                )
             try:
                 self._check(slot, session, tokens, parent, below)
             except ConflictError:
@@ -153,6 +142,39 @@ class Snapshots:
                 param="from_session",
             )
         return lease
+
+    async def _picture(  # noqa: PLR0913 - what a snapshot is taken of, and how
+        self,
+        number: PoolNumber,
+        slot: Slot,
+        held: SlotSample | None,
+        n_tokens: int | None,
+        parent: PrefixPool | None,
+        lease: Lease | None,
+    ) -> tuple[Taken, Tokens, PrefixPool | None, int]:
+        """Let the engine snapshot a slot that is still: what it took, and what that stands on up to where.
+
+        What the slot shared before cannot be read any more afterwards, so it has to be the same task's.
+        """
+        epoch = self._runtime.epoch
+        if held is not None and lease is None and slot.lease is not None and held.tag != slot.lease:
+            raise SessionNotResidentError(
+                "its next request is about to begin; ask again", param="from_session"
+            )
+        below = self._plane.pools.snapshot_parent(held, parent)
+        live = below is not None and below.resident
+        above = below.number if below is not None and live else None
+        try:
+            made = await self._runtime.backend.snapshot(number, slot.slot, n_tokens, above, lease)
+        except NotFoundError as error:
+            raise ConflictError(f"{error.message}; ask again", code="pool_lost") from None
+        if self._runtime.epoch != epoch:
+            raise EngineGoneError("the engine was restarted")
+        tokens = as_tokens(made.tokens)
+        shared = 0 if held is None else held.shared_tokens
+        branch_pos = made.n_parent if live else min(shared, len(tokens))
+        taken = Taken(number, PoolUid(made.uid), made.file_bytes)
+        return taken, tokens, below if branch_pos else None, branch_pos
 
     @staticmethod
     def _check(

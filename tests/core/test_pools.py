@@ -440,6 +440,29 @@ def test_a_reserved_number_is_taken_until_it_is_used_or_retired():
     assert (tree.reserve(SCOPE), tree.sequences_used) == (two, 2)
 
 
+@pytest.mark.parametrize("kept", [True, False], ids=["kept", "rejected"])
+def test_a_ghost_is_a_node_again_for_whoever_turns_out_to_stand_on_it(kept):
+    """It was dropped, with its own parent, because nobody was known to hold its cells."""
+    tree = PoolTree(3)
+    root = add(tree, [1], uid=7)
+    below = add(tree, [1, 2], parent=root, branch_pos=1, uid=8)
+    for pool in (below, root):
+        tree.release(pool)
+        tree.retire(pool.number)
+    tree.drop_ghosts({7, 8})
+    assert tree.nodes() == root.children == []
+    number = tree.reserve(SCOPE)
+    if kept:
+        add(tree, [1, 2, 3], parent=below, branch_pos=2, uid=9, number=number)
+    else:
+        facts = {"scope": SCOPE, "number": number, "uid": PoolUid(9), "parent": below, "branch_pos": 2}
+        tree.add_ghost(content_id([1, 2, 3]), as_tokens([1, 2, 3]), **facts)
+    assert {node.uid for node in tree.nodes()} == {7, 8, 9}
+    assert root.children == [below]
+    add(tree, [1, 2, 4], parent=below, branch_pos=2, uid=10, number=tree.reserve(SCOPE))
+    assert [node.uid for node in tree.nodes()].count(8) == root.children.count(below) == 1
+
+
 def test_a_ghost_from_birth_is_a_node_and_nothing_else():
     """No id, no match, no child; it goes when its number is back and nobody holds it."""
     tree = PoolTree(2)
