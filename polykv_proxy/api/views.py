@@ -169,8 +169,9 @@ def properties(plane: ControlPlane) -> dict[str, Any]:
 
 
 def _elsewhere(plane: ControlPlane, slot: SlotId) -> bool:
-    """Whether the engine was seen to share another pool's cells with this slot."""
-    return plane.ownership is not None and slot in plane.ownership.suffix
+    """Whether the engine was seen to hold something else in this slot: another pool's cells, or nobody's."""
+    owned = plane.ownership
+    return owned is not None and (slot in owned.suffix or any(slot == one.slot for one in owned.unpooled))
 
 
 def _rider(plane: ControlPlane, slot: SlotId, scope: Scope | None) -> dict[str, Any]:

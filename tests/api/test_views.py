@@ -179,6 +179,19 @@ def test_a_listing_adds_up_for_everyone():
     assert shown["pool_id"] == kept.pool_id
 
 
+def test_a_conversation_that_went_on_without_its_pool_is_listed_once():
+    """Its last request shared nothing with the pool that an earlier one was attached to."""
+    plane = plane_with()
+    made = pool(plane, 20, 1)
+    made.pinned = True
+    session(plane, "me").pool = made.pool_id
+    plane.on_sample(EngineSample("e", 0.0, 50, 1000, 0, (slot(0, 30), slot(1, 0)), ()))
+    listing = views.pools({"e": plane}, SCOPE)
+    assert (listing["pools"][0]["sessions"], listing["pools"][0]["orphaned_pin"]) == ([], True)
+    assert [one["session_id"] for one in listing["unpooled"]] == ["me"]
+    assert cells_of(listing) == 50
+
+
 def test_sessions_come_last_used_first():
     """With what their slot holds, where that is known."""
     plane = plane_with(slot(0, 30), slot(1, 0))
