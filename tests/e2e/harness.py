@@ -9,10 +9,12 @@ import signal
 import socket
 import sys
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
+
+from polykv_proxy.runtime import FRESH_S
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -20,6 +22,9 @@ if TYPE_CHECKING:
 
 PATIENCE_S = 120.0
 """Liveness bound for anything that must happen at all on a loaded two-core machine."""
+
+LOOK_S = 0.01
+"""Between two looks at something that is waited for."""
 
 NO_TIMEOUT = aiohttp.ClientTimeout(total=None)
 
@@ -50,6 +55,8 @@ class Http:
 
     base: str
     unix: str | None = None
+    kept: aiohttp.ClientSession | None = None
+    """Connections that are used again, of a client that wants them."""
 
     def session(self) -> aiohttp.ClientSession:
         """A session without kept-alive connections, so that tests do not influence each other."""
@@ -66,9 +73,18 @@ class Http:
         """One request; ``body`` is sent as JSON unless it is bytes."""
         data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
         sent = {"Content-Type": "application/json", **(headers or {})}
-        async with asyncio.timeout(PATIENCE_S), self.session() as session:
-            async with session.request(method, path, data=data, headers=sent) as answer:
-                return Answer(answer.status, answer.headers, await answer.read())
+        async with asyncio.timeout(PATIENCE_S):
+            if self.kept is not None:
+                return await _ask(self.kept, method, path, data, sent)
+            async with self.session() as session:
+                return await _ask(session, method, path, data, sent)
+
+    @asynccontextmanager
+    async def keeping(self) -> AsyncIterator[Http]:
+        """The same server over connections that are kept alive, for clients with much to ask."""
+        connector = aiohttp.UnixConnector(self.unix) if self.unix else aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(self.base, connector=connector, timeout=NO_TIMEOUT) as session:
+            yield replace(self, kept=session)
 
     async def get(self, path: str, **kw: Any) -> Answer:
         """GET."""
@@ -77,6 +93,13 @@ class Http:
     async def post(self, path: str, body: Any, headers: dict[str, str] | None = None) -> Answer:
         """POST of JSON."""
         return await self("POST", path, body, headers)
+
+
+async def _ask(
+    session: aiohttp.ClientSession, method: str, path: str, data: bytes | None, headers: dict[str, str]
+) -> Answer:
+    async with session.request(method, path, data=data, headers=headers) as answer:
+        return Answer(answer.status, answer.headers, await answer.read())
 
 
 @dataclass(slots=True)
@@ -107,13 +130,13 @@ class Served:
                 running = any(each["state"] == "running" for each in sessions)
                 if not running and all(slot["state"] == "idle" for slot in counters["slots"]):
                     return counters
-                await asyncio.sleep(0.05)
+                await asyncio.sleep(LOOK_S)
 
-    async def listing(self) -> dict[str, Any]:
+    async def listing(self, headers: dict[str, str] | None = None) -> dict[str, Any]:
         """``GET /polykv/pools`` of an idle engine, read after this call began."""
         await self.quiet()
-        await asyncio.sleep(0.2)  # the published picture is up to a tenth of a second old
-        return (await self.http.get("/polykv/pools")).json
+        await asyncio.sleep(FRESH_S)  # no older than this is what is published from now on
+        return (await self.http.get("/polykv/pools", headers=headers)).json
 
     async def empty_slots(self) -> None:
         """Erase every slot through the proxy, so that only pools hold cells."""
@@ -124,10 +147,10 @@ class Served:
         """Prompt tokens that the engine has computed so far."""
         return sum(slot["n_prompt_total"] for slot in (await self.quiet())["slots"])
 
-    async def clear(self) -> None:
-        """Release every pool and empty the slots."""
-        for pool in (await self.http.get("/polykv/pools")).json["pools"]:
-            await self.http("DELETE", f"/polykv/pools/{pool['pool_id']}?recursive=1")
+    async def clear(self, headers: dict[str, str] | None = None) -> None:
+        """Release every pool of a key, none unless given, and empty the slots."""
+        for pool in (await self.http.get("/polykv/pools", headers=headers)).json["pools"]:
+            await self.http("DELETE", f"/polykv/pools/{pool['pool_id']}?recursive=1", headers=headers)
         await self.empty_slots()
 
     async def _erased(self, slot: int) -> bool:
@@ -137,7 +160,7 @@ class Served:
         """Wait until an async condition holds."""
         async with asyncio.timeout(PATIENCE_S):
             while not await condition():
-                await asyncio.sleep(0.05)
+                await asyncio.sleep(LOOK_S)
 
     def events(self, name: str) -> list[dict[str, Any]]:
         """Log lines of one event so far."""
