@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from e2e.harness import PATIENCE_S, Served
+from e2e.harness import PATIENCE_S, Served, serve
 
-DOCS = Path(__file__).parents[2] / "docs"
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
 
 
 def shell_blocks(page: str) -> list[str]:
@@ -19,20 +20,31 @@ def shell_blocks(page: str) -> list[str]:
     return re.findall(r"^```sh\n(.*?)^```$", (DOCS / page).read_text(), re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.asyncio(loop_scope="module")
-async def test_tutorial(served: Served) -> None:
-    """Every command of the tutorial runs, and the figures it explains are there."""
-    blocks = shell_blocks("tutorial.md")
-    assert len(blocks) == 6
-    marker = "echo ---"
-    script = "set -eu\n" + f"\n{marker}\n".join(blocks).replace("127.0.0.1:8090", f"127.0.0.1:{served.port}")
+def serve_arguments(page: str) -> list[str]:
+    """The arguments of ``polykv-proxy serve`` in a page; files are named from the repository's folder."""
+    (line,) = re.findall(r"^\.venv/bin/polykv-proxy serve(.*)$", (DOCS / page).read_text(), re.MULTILINE)
+    return [str(ROOT / word) if word.startswith("docs/") else word for word in line.split()]
+
+
+async def run(script: str, served: Served) -> str:
+    """What a shell script prints that talks to the proxy."""
+    script = "set -eu\n" + script.replace("127.0.0.1:8090", f"127.0.0.1:{served.port}")
     shell = await asyncio.create_subprocess_exec(
         "bash", "-c", script, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )
     async with asyncio.timeout(PATIENCE_S):
         out, err = await shell.communicate()
     assert shell.returncode == 0, err.decode()
-    chat, created, again, agents, listing, deleted = out.decode().split("---\n")
+    return out.decode()
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_tutorial(served: Served) -> None:
+    """Every command of the tutorial runs, and the figures it explains are there."""
+    blocks = shell_blocks("tutorial.md")
+    assert len(blocks) == 6
+    out = await run("\necho ---\n".join(blocks), served)
+    chat, created, again, agents, listing, deleted = out.split("---\n")
     assert json.loads(chat)["choices"][0]["message"]["content"]
     pool = json.loads(created)
     assert pool["prompt_tokens_computed"] == pool["prefix_len"]
@@ -43,12 +55,22 @@ async def test_tutorial(served: Served) -> None:
     assert json.loads(deleted)["cells_draining"] in (0, pool["prefix_len"])
 
 
+async def test_pool_tree_tutorial(patched: Path, smollm: Path, tmp_path: Path) -> None:
+    """Every command prints what the page says it prints."""
+    page = "tutorial-pool-tree.md"
+    step = re.compile(r"^```sh\n(.*?)^```\n(?:\n```\n(.*?)^```$)?", re.MULTILINE | re.DOTALL)
+    steps = step.findall((DOCS / page).read_text())
+    assert [bool(printed) for _, printed in steps] == [False, *[True] * 6]
+    async with serve(tmp_path, *serve_arguments(page)) as served:
+        for command, printed in steps:
+            assert await run(command, served) == printed
+
+
 def test_links_between_documents_lead_somewhere() -> None:
     """No document points at a file that is not there."""
-    root = DOCS.parent
-    pages = [*DOCS.rglob("*.md"), root / "README.md", root / "engine_patch" / "README.md"]
+    pages = [*DOCS.rglob("*.md"), ROOT / "README.md", ROOT / "engine_patch" / "README.md"]
     broken = [
-        f"{page.relative_to(root)}: {target}"
+        f"{page.relative_to(ROOT)}: {target}"
         for page in pages
         for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text())
         if not (page.parent / target).exists()

@@ -344,12 +344,15 @@ async def test_conversations_return_to_the_slot_that_holds_them(clean: Served) -
     histories = [
         [{"role": "system", "content": SYSTEM}, {"role": "user", "content": f"I am {n}."}] for n in range(3)
     ]
+    said = [0] * 3
     for turn in range(3):
         for number, history in enumerate(histories):
             body = {"messages": history, "max_tokens": 6, "temperature": 0}
             answer = (await clean.http.post("/v1/chat/completions", body)).json
             if turn:
                 # what is new: the last answer's tail and this turn's question
+                assert answer["timings"]["cache_n"] >= said[number], (turn, number)
                 assert answer["timings"]["prompt_n"] < 40, (turn, number)
+            said[number] = answer["usage"]["prompt_tokens"]
             history.append(answer["choices"][0]["message"])
             history.append({"role": "user", "content": f"And then, in turn {turn}?"})
