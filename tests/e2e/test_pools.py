@@ -297,6 +297,36 @@ async def test_every_api_attaches_and_reports_once(
     await drop(served, pool["pool_id"])
 
 
+@pytest.mark.parametrize(
+    ("count", "path", "body"),
+    [
+        ("/v1/chat/completions/input_tokens", "/v1/chat/completions", chat("Hi")),
+        (
+            "/v1/messages/count_tokens",
+            "/v1/messages",
+            {"system": SYSTEM, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2},
+        ),
+        (
+            "/v1/responses/input_tokens",
+            "/v1/responses",
+            {"instructions": SYSTEM, "input": "Hi", "max_output_tokens": 2},
+        ),
+    ],
+    ids=["chat", "anthropic", "responses"],
+)
+async def test_counting_gives_the_very_tokens_of_the_prompt(
+    clean: Served, count: str, path: str, body: dict[str, Any]
+) -> None:
+    """ENG-11: a pool of the ids that were counted holds all of the prompt, to its last token."""
+    tokens = (await clean.engine.post(f"{count}?tokens=1", body)).json["tokens"]
+    pool = await make(clean, tokens=tokens)
+    answer = await clean.http.post(path, {**body, "pool_id": pool["pool_id"]})
+    block = answer.json["opencoti"]
+    assert block["pool_match"] == len(tokens)
+    assert block["n_pool_shared"] == len(tokens) - 1  # the engine computes the last one to go on from it
+    assert (await clean.listing())["unattributed_cells"] == 0
+
+
 async def test_several_completions_share_the_pool(clean: Served) -> None:
     """POOL-19: n=2 attaches once and answers twice, and afterwards no cell is unexplained."""
     pool = await make(clean)
