@@ -7,6 +7,7 @@ import pytest
 from api.rig import until
 from pooling.steps import SCOPE, TOKENS, create, every_cell_has_its_owner, ids, take_all, talked
 
+from polykv_proxy import runtime
 from polykv_proxy.core.types import PoolState, as_tokens
 from polykv_proxy.errors import EngineGoneError, PoolCapacityError, SaturatedError, UnavailableError
 
@@ -55,8 +56,9 @@ async def test_a_pool_that_was_computed_after_all_is_released(rig):
     assert (await create(rig))[0].number == 0
 
 
-async def test_an_answer_that_is_lost_is_treated_alike(rig):
+async def test_an_answer_that_is_lost_is_treated_alike(rig, monkeypatch):
     """The connection broke, but the engine may have the pool."""
+    monkeypatch.setattr(runtime, "LAUNCH_GRACE_S", 0.2)
     rig.engine.broken["/polykv/engine/pools/0"] = (200, b"nonsense")
     with pytest.raises(UnavailableError):
         await create(rig)
