@@ -20,7 +20,7 @@ SLOTS, POOLS, CELLS = 4, 9, 12_288
 SIZES = ("--parallel", str(SLOTS), "--ctx-size", str(CELLS), "--max-pools", str(POOLS))
 
 TINY = Scale(vocabulary=1000, clients=8, bout=70, segment=50, talk=100, head=300)
-SMOLLM = Scale(vocabulary=40_000, clients=6, bout=20, segment=16, talk=12, head=90)
+SMOLLM = Scale(vocabulary=40_000, clients=6, bout=20, segment=20, talk=16, head=100)
 SMALL_POOLS = {"POLYKV_POOLS__AUTO_MIN_TOKENS": "80", "POLYKV_POOLS__AUTO_GAIN_TOKENS": "20"}
 """So that pools come by themselves on prompts that a real model computes in a moment."""
 
