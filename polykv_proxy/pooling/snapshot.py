@@ -101,7 +101,7 @@ class Snapshots:
                     raise SessionNotResidentError("another conversation took the slot", param="from_session")
                 lease = None if backend.snapshots_running else self._borrow(slot)
                 taken, tokens, below, branch_pos = await self._picture(
-                    number, slot, held, n_tokens, parent, lease
+                    number, slot, held, n_tokens=n_tokens, parent=parent, lease=lease
                 )
             try:
                 self._check(slot, session, tokens, parent, below)
@@ -148,6 +148,7 @@ class Snapshots:
         number: PoolNumber,
         slot: Slot,
         held: SlotSample | None,
+        *,
         n_tokens: int | None,
         parent: PrefixPool | None,
         lease: Lease | None,
