@@ -64,7 +64,7 @@ async def test_a_prompt_beyond_the_window(patched: Path, smollm: Path, tmp_path:
 
 async def test_an_answer_that_fills_the_window_says_so(patched: Path, smollm: Path, tmp_path: Path) -> None:
     """CTX-3: it ended for want of room, not because its client had asked for no more."""
-    async with serve(tmp_path, "--parallel", "1", "--ctx-size", "128", "--max-pools", "1") as served:
+    async with serve(tmp_path, "--parallel", "1", "--ctx-size", "256", "--max-pools", "1") as served:
         asked = {"messages": [{"role": "user", "content": "Count."}], "ignore_eos": True, "session_id": "s"}
         short = (await served.http.post("/v1/chat/completions", {**asked, "max_tokens": 8})).json
         assert "context_full" not in short["opencoti"]
@@ -76,12 +76,12 @@ async def test_an_answer_that_fills_the_window_says_so(patched: Path, smollm: Pa
 
 async def test_cells_that_run_out_on_a_stock_engine(stock: Path, smollm: Path, tmp_path: Path) -> None:
     """Stock lets everybody die of it with status 500, also in mid-stream; clients get the typed error."""
-    sizes = ("-c", "128", "-np", "2", "-kvu", "--no-webui")
+    sizes = ("-c", "256", "-np", "2", "-kvu", "--no-webui")
     async with (
         bare_engine(stock, smollm, tmp_path / "engine", *sizes) as engine,
         serve(tmp_path, "--engine-url", engine.base) as served,
     ):
-        asked = {"prompt": "Once upon a time", "n_predict": 100, "ignore_eos": True, "stream": True}
+        asked = {"prompt": "Once upon a time", "n_predict": 180, "ignore_eos": True, "stream": True}
         async with served.http.session() as session:
 
             async def run() -> list[dict[str, Any]]:
