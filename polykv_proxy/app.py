@@ -113,6 +113,7 @@ class Proxy:
             )
             for start in starts:
                 tasks.spawn(sampler.run(start.engine.runtime))
+                tasks.spawn(start.engine.pooling.tender.run())
                 tasks.spawn(_keep(start.process, start.engine.name))
             stack.push_async_callback(_stop, starts)
             edge = Edge(routes.handle, render_error=render_error)

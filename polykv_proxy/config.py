@@ -171,6 +171,9 @@ class PoolSettings(_Section):
     """Share of the pools' sequence ids, 0 to 1, that pools which came by themselves may take. Those that
     were asked for always come first."""
 
+    grace_s: Seconds = 60.0
+    """Seconds that a pool which came by itself stays after its last use before it may make room."""
+
     mask_billing_header: bool = False
     """Replace the changing values of the billing header that Claude Code puts before its system prompt by
     constants, so that what follows can be shared. Nothing else in a body changes; answers report it."""

@@ -122,7 +122,7 @@ class Runtime:
         self._still: dict[SlotId, asyncio.Future[None]] = {}
         """Slots in which nothing may begin until the future is done."""
         self._sampling: asyncio.Future[EngineSample] | None = None
-        self._ended_at = 0.0
+        self._changed_at = 0.0
         self._ready_task: asyncio.Task[None] | None = None
 
     @staticmethod
@@ -298,8 +298,12 @@ class Runtime:
 
     def finish(self, lease: Lease, *, clean: bool, content: Content, stop: bool = True) -> None:
         """End a lease; see ``ControlPlane.on_finished``."""
-        self._ended_at = monotonic()  # a sample from before shows the request at work
         self._perform(self.plane.on_finished(lease, monotonic(), clean=clean, content=content, stop=stop))
+        self.changed()
+
+    def changed(self) -> None:
+        """What the engine holds is not what the last sample showed: the next who asks gets a new one."""
+        self._changed_at = monotonic()
         self.sampled.set()
 
     def borrow(self, slot: SlotId) -> Lease | None:
@@ -368,7 +372,7 @@ class Runtime:
         if not self.plane.capability.shares_cells or not self.plane.serving:
             return self.plane.sample
         last = self.plane.sample
-        if last is not None and last.taken_at > self._ended_at and monotonic() - last.taken_at <= max_age_s:
+        if last is not None and last.taken_at > self._changed_at and monotonic() - last.taken_at <= max_age_s:
             return last
         if self._sampling is None:
             self._sampling = asyncio.get_running_loop().create_future()

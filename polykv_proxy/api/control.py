@@ -1,4 +1,4 @@
-"""The ``/polykv`` routes: pools and sessions as JSON over an in-process aiohttp application."""
+"""The ``/polykv`` routes: pools, and what belongs to them, as JSON over an in-process aiohttp application."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from aiohttp import web
 
 from polykv_proxy.api import views
 from polykv_proxy.api.identity import scope_of_keys
+from polykv_proxy.api.sessions import SessionsApi
 from polykv_proxy.core.types import PoolId, Scope, SessionId, as_tokens, common_prefix
 from polykv_proxy.errors import (
     BadRequestError,
@@ -52,6 +53,7 @@ class PoolRequest(msgspec.Struct, forbid_unknown_fields=True):
     n_tokens: int | None = None
     engine: str | None = None
     pin: bool = False
+    ttl_s: float | None = None
     label: str | None = None
 
 
@@ -88,7 +90,7 @@ class ControlApi:
         app.router.add_post("/polykv/pools/{pool_id}/flush", self.evict_pool)
         app.router.add_post("/polykv/pools/{pool_id}/pin", self.pin_pool)
         app.router.add_post("/polykv/pools/{pool_id}/unpin", self.pin_pool)
-        app.router.add_get("/polykv/sessions", self.list_sessions)
+        SessionsApi(self._fleet, self.sees).add_to(app.router)
         app.router.add_post("/polykv/tokenize", self.tokenize)
         app.router.add_routes(further)
         return app
@@ -127,7 +129,9 @@ class ControlApi:
         # where this content is already, it stays
         known = self._fleet.find_pool(engine.plane.pools.id_of(tokens, scope), scope)
         engine = engine if known is None else known[0]
-        pool, created, work = await engine.pooling.create(tokens, scope, label=wanted.label, pin=wanted.pin)
+        pool, created, work = await engine.pooling.create(
+            tokens, scope, label=wanted.label, pin=wanted.pin, ttl_s=wanted.ttl_s
+        )
         return self._created(engine, pool, created, work, full)
 
     async def fork_pool(self, request: web.Request) -> web.Response:
@@ -148,7 +152,13 @@ class ControlApi:
             raise
         parent = await engine.pooling.ensure_resident(parent)
         pool, created, work = await engine.pooling.create(
-            tokens, parent.scope, label=wanted.label, pin=wanted.pin, parent=parent, branch_pos=branch_pos
+            tokens,
+            parent.scope,
+            label=wanted.label,
+            pin=wanted.pin,
+            ttl_s=wanted.ttl_s,
+            parent=parent,
+            branch_pos=branch_pos,
         )
         return self._created(engine, pool, created, work, full)
 
@@ -178,6 +188,7 @@ class ControlApi:
             n_tokens=wanted.n_tokens,
             label=wanted.label,
             pin=wanted.pin,
+            ttl_s=wanted.ttl_s,
             parent=parent,
         )
         return self._created(engine, pool, created, None, None)
@@ -186,13 +197,13 @@ class ControlApi:
     def _created(
         engine: Engine, pool: PrefixPool, created: bool, work: Materialized | None, full: Tokens | None
     ) -> web.Response:
-        parent = pool.parent if pool.parent is not None and not pool.parent.released else None
+        parent, branch_pos = pool.edge
         answer: dict[str, Any] = {
             "pool_id": pool.pool_id,
             "engine": engine.name,
             "prefix_len": pool.prefix_len,
             "parent": None if parent is None else parent.pool_id,
-            "branch_pos": pool.branch_pos,
+            "branch_pos": branch_pos,
             "created": created,
             "pinned": pool.pinned,
             "label": pool.label,
@@ -301,46 +312,43 @@ class ControlApi:
         gone, freed = await engine.pooling.evict(pool, flush=flush)
         return await self._freed(engine, pool, "evicted", gone, freed)
 
-    @staticmethod
     async def _freed(
-        engine: Engine, pool: PrefixPool, verb: str, gone: list[PrefixPool], freed: int
+        self, engine: Engine, pool: PrefixPool, verb: str, gone: list[PrefixPool], freed: int
     ) -> web.Response:
         """What a release or an eviction gave back, and what still holds the rest."""
+        names = [each.pool_id for each in gone]
+        left = await self._left(engine, set(names))
+        return _json({"pool_id": pool.pool_id, verb: names, "cells_freed": freed, **left})
+
+    @staticmethod
+    async def _left(engine: Engine, names: set[PoolId]) -> dict[str, Any]:
+        """What is left of pools that were given back, and how many hold it."""
         await engine.runtime.sample(max_age_s=0.0)
         owned = engine.plane.ownership
-        names = {each.pool_id for each in gone}
         still = [] if owned is None else [rest for rest in owned.draining if rest.pool_id in names]
-        return _json(
-            {
-                "pool_id": pool.pool_id,
-                verb: [each.pool_id for each in gone],
-                "cells_freed": freed,
-                "cells_draining": sum(rest.cells for rest in still),
-                "holders": sum(rest.holders for rest in still),
-                **engine.runtime.backend.listing(),
-            }
-        )
+        return {
+            "cells_draining": sum(rest.cells for rest in still),
+            "holders": sum(rest.holders for rest in still),
+            **engine.runtime.backend.listing(),
+        }
 
     async def release_pool(self, request: web.Request) -> web.Response:
         """``DELETE /polykv/pools/{id}`` and ``POST …/release``; again is no error."""
+        recursive = _flag(request, "recursive")
         self._fleet.require_pools()
         pool_id = PoolId(request.match_info["pool_id"])
         found = self._fleet.find_pool(pool_id, self.sees(request))
         if found is None:
-            if any(engine.plane.tree.was_released(pool_id) for engine in self._fleet):
-                return _json({"pool_id": pool_id, "already_released": True, "cells_freed": 0})
+            for engine in self._fleet:
+                if engine.plane.tree.was_released(pool_id):
+                    left = await self._left(engine, {pool_id})
+                    return _json({"pool_id": pool_id, "already_released": True, "cells_freed": 0, **left})
             raise NotFoundError(f"pool {pool_id} does not exist", code="pool_not_found", param="pool_id")
         engine, pool = found
-        recursive = request.query.get("recursive") in ("1", "true")
         gone, freed = await engine.pooling.release(pool, recursive=recursive)
         return await self._freed(engine, pool, "released", gone, freed)
 
-    # -- sessions, tokens --------------------------------------------------------------------------------
-
-    async def list_sessions(self, request: web.Request) -> web.Response:
-        """``GET /polykv/sessions``."""
-        await self._sample()
-        return _json(views.sessions(self._planes, self.sees(request)))
+    # -- tokens ------------------------------------------------------------------------------------------
 
     async def tokenize(self, request: web.Request) -> web.Response:
         """``POST /polykv/tokenize``: exact ids of a prompt, or the poolable prefix of messages."""
@@ -382,6 +390,18 @@ class ControlApi:
         return self._fleet.need_pool(PoolId(request.match_info["pool_id"]), self.sees(request))
 
 
+def _flag(request: web.Request, name: str) -> bool:
+    """A yes or no in the query; no if it is not there.
+
+    Raises:
+        BadRequestError: something else.
+    """
+    given = request.query.get(name, "0")
+    if given not in ("0", "1", "false", "true"):
+        raise BadRequestError(f"{name} must be 1 or 0, not {given!r}", param=name)
+    return given in ("1", "true")
+
+
 def _capped(tokens: Tokens, wanted: PoolRequest) -> Tokens:
     if wanted.n_tokens is None:
         return tokens
@@ -393,12 +413,15 @@ def _capped(tokens: Tokens, wanted: PoolRequest) -> Tokens:
 async def _read(request: web.Request, kind: type[R]) -> R:
     raw = await request.read()
     try:
-        return msgspec.json.decode(raw, type=kind)
+        wanted = msgspec.json.decode(raw, type=kind)
     except msgspec.ValidationError as error:
         text, _, path = str(error).partition(" - at `$")
         raise BadRequestError(text, param=path.strip("`.") or None) from None
     except (msgspec.DecodeError, RecursionError) as error:
         raise BadRequestError(f"not valid JSON: {error}") from None
+    if wanted.ttl_s is not None and not wanted.ttl_s > 0:
+        raise BadRequestError("ttl_s must be more than 0 seconds", param="ttl_s")
+    return wanted
 
 
 def _json(document: dict[str, Any], *, status: int = 200) -> web.Response:

@@ -66,7 +66,10 @@ class Guard:
         if method not in _SAFE_METHODS and method != "DELETE":
             kind = headers.get("Content-Type", "").partition(";")[0].strip().lower()
             if kind != "application/json":
-                raise WrongContentTypeError("send Content-Type: application/json")
+                raise WrongContentTypeError(
+                    f"send {method} with Content-Type: application/json; where there is nothing to say, "
+                    "the body may be empty"
+                )
         self.require_admin(headers)
 
     def require_admin(self, headers: Mapping[str, str]) -> None:

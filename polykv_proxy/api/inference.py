@@ -159,7 +159,7 @@ class Inference:
             assert work.lease is not None
             if not work.lease.continues:
                 self._advice.notice(asked, work.family, work.scope)
-            if asked.pool_id is None:
+            if asked.pool_id is None and not await self._moves(work):
                 await self._find_pool(work)
             assert work.lease is not None
             await runtime.may_begin(work.lease)
@@ -222,6 +222,17 @@ class Inference:
             now_ts=self._runtime.now_ts(),
         )
 
+    async def _moves(self, work: _Work) -> bool:
+        """Plan for the pool that the session was told to move to; whether it was told so and can."""
+        assert work.lease is not None
+        session = work.lease.session
+        if session is None or session.moves_to is None or not work.asked.cache:
+            return False
+        await self._plan(work, session.moves_to)
+        if work.plan is None:  # it is gone, and was not asked for by this request
+            session.moves_to, work.pool_unknown = None, False
+        return work.plan is not None
+
     async def _find_pool(self, work: _Work) -> None:
         """A request that names no pool: attach it to the longest match, or share with who computes the same.
 
@@ -243,13 +254,17 @@ class Inference:
             return
         if asked.completions == 1:
             work.boundary = await self._hints.boundary(asked, work.family, work.scope, tokens)
+        since = monotonic()
         for _ in range(MAX_LOOKS):
             found = plane.pools.match(tokens, work.scope, now_ts=self._runtime.now_ts())
-            leader = plane.shareable(tokens, lease, 0 if found is None else found.matched, work.boundary)
+            matched = 0 if found is None else found.matched
+            leader = plane.shareable(tokens, lease, matched, work.boundary)
             if leader is None:
                 break
             slot, common = leader
-            going = self._runtime.background(self._pooling.share_from(slot, common))
+            own = len(tokens) - matched
+            share = self._pooling.share_from(slot, common, own_tokens=own, since=since)
+            going = self._runtime.background(share)
             if not (await work.hold.until(_patience(going), self._waited_too_long))[0]:
                 break  # 2: it was not to be
         work.plan = plane.pools.match(tokens, work.scope, now_ts=self._runtime.now_ts())  # 3

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from polykv_proxy import __version__
+from polykv_proxy.core.keeping import is_held, last_use, riding
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -117,12 +118,15 @@ def pool_view(engine: str, plane: ControlPlane, pool: PrefixPool) -> dict[str, A
         if session.pool == pool.pool_id and session.slot is not None
     ]
     slots = sorted({*riders, *(slot for slot in coming if not _elsewhere(plane, slot))})
+    parent, branch_pos = pool.edge
+    held = is_held(pool, riding(plane.sample)) or bool(slots)
+    ends = None if pool.ttl_s is None or pool.pinned or held else last_use(pool) + pool.ttl_s
     return {
         "pool_id": pool.pool_id,
         "engine": engine,
         "label": pool.label,
-        "parent": None if pool.parent is None or pool.parent.released else pool.parent.pool_id,
-        "branch_pos": pool.branch_pos,
+        "parent": None if parent is None else parent.pool_id,
+        "branch_pos": branch_pos,
         "prefix_len": pool.prefix_len,
         "own_len": pool.own_len,
         "own_kv_bytes": _bytes(cells.get(pool.pool_id, 0), cell_bytes),
@@ -130,6 +134,9 @@ def pool_view(engine: str, plane: ControlPlane, pool: PrefixPool) -> dict[str, A
         "file_bytes": pool.file_bytes,
         "residency": pool.state.value,
         "pinned": pool.pinned,
+        "pinned_by_descendants": held,
+        "ttl_s": pool.ttl_s,
+        "expires_ts": ends,
         "orphaned_pin": pool.pinned and not slots and not children,
         "origin": pool.origin.value,
         "created_at": pool.created_ts,

@@ -111,5 +111,7 @@ class PoolPolicy:
     """Tokens that a new pool must hold beyond what the best existing one does."""
     auto_share: float = 0.5
     """Share of the pools' sequence ids that pools which came by themselves may take, 0 to 1."""
+    grace_s: float = 60.0
+    """Seconds that a pool which came by itself stays after its last use before it may make room."""
     mask_billing_header: bool = False
     """The changing values of a billing header become constants before the engine sees them."""

@@ -33,7 +33,7 @@ from polykv_proxy.core.planner import KnownEngine, PoolPlanner
 from polykv_proxy.core.sessions import SessionBook
 from polykv_proxy.core.slots import Ask, Content, Placement, SlotBoard
 from polykv_proxy.core.types import Capability, LeaseId
-from polykv_proxy.errors import NotFoundError, SessionNotResidentError
+from polykv_proxy.errors import ConflictError, NotFoundError, SessionNotResidentError
 
 if TYPE_CHECKING:
     from polykv_proxy.core.accounting import Ownership
@@ -195,6 +195,8 @@ class ControlPlane:
     def on_dispatch(self, lease: Lease, plan: AttachPlan) -> None:
         """The request goes out attached to a pool."""
         lease.pool = plan.pool
+        if lease.session is not None:
+            lease.session.moves_to = None
         plan.pool.attached += 1
 
     def on_first_byte(self, lease: Lease, ttft_s: float) -> None:
@@ -316,6 +318,52 @@ class ControlPlane:
         if not lease.ended:
             self.board.slots[lease.slots[0]].tokens = tokens
 
+    def need_session(
+        self, session_id: SessionId, scope: Scope | None, *, param: str = "session_id"
+    ) -> Session:
+        """A session by id, as seen from a scope (None: an administrator, who sees all).
+
+        Raises:
+            NotFoundError: there is none, or it is another key's.
+        """
+        session = self.sessions.get(session_id)
+        if session is None or scope not in (None, session.scope):
+            raise NotFoundError(f"session {session_id} does not exist", code="session_not_found", param=param)
+        return session
+
+    def idle_session(self, session_id: SessionId, scope: Scope | None) -> Session:
+        """Like ``need_session``, for what cannot be done to one that runs.
+
+        Raises:
+            NotFoundError: there is none.
+            ConflictError: it runs.
+        """
+        session = self.need_session(session_id, scope)
+        if session.running:
+            raise ConflictError(
+                f"session {session_id} runs; wait for its request, or leave it", code="session_running"
+            )
+        return session
+
+    def on_migrated(self, session: Session, now: float) -> None:
+        """What it held is gone, and its next request may come to any slot: the name tells whose it is."""
+        session.pool = None
+        if self.sessions.holds(session):
+            self.sessions.note(session, now)
+
+    def end_session(self, session_id: SessionId, scope: Scope | None) -> SlotId | None:
+        """It is over; returns the slot that held it, which belongs to no conversation any more.
+
+        Raises:
+            NotFoundError, ConflictError: see ``idle_session``.
+        """
+        session = self.idle_session(session_id, scope)
+        self.sessions.end(session)
+        slot = session.slot
+        if slot is not None:
+            self.board.forget(slot)
+        return slot
+
     def resident_slot(self, session_id: SessionId, scope: Scope | None) -> Slot:
         """The slot that holds a session now.
 
@@ -323,11 +371,7 @@ class ControlPlane:
             NotFoundError: no such session.
             SessionNotResidentError: another conversation has taken its slot.
         """
-        session = self.sessions.get(session_id)
-        if session is None or scope not in (None, session.scope):
-            raise NotFoundError(
-                f"session {session_id} does not exist", code="session_not_found", param="from_session"
-            )
+        session = self.need_session(session_id, scope, param="from_session")
         if session.slot is None:
             raise SessionNotResidentError(
                 f"no slot holds session {session_id} any more", param="from_session"

@@ -54,6 +54,8 @@ class Wanted:
 
     label: str | None = None
     pin: bool = False
+    ttl_s: float | None = None
+    """Seconds out of use after which it is released by itself."""
     origin: PoolOrigin = PoolOrigin.EXPLICIT
 
 
@@ -178,6 +180,7 @@ class PoolPlanner:
             now_ts=now_ts,
             label=wanted.label,
             pinned=wanted.pin,
+            ttl_s=wanted.ttl_s,
             parent=parent,
             branch_pos=branch_pos,
             number=None if taken is None else taken.number,
@@ -381,6 +384,7 @@ def _ask_again(pool: PrefixPool, wanted: Wanted, now_ts: float) -> None:
     """Somebody wants a pool that is there: what is asked for is added, nothing is taken away."""
     pool.pinned = pool.pinned or wanted.pin
     pool.label = wanted.label if wanted.label is not None else pool.label
+    pool.ttl_s = wanted.ttl_s if wanted.ttl_s is not None else pool.ttl_s
     pool.last_access_ts = now_ts
     if pool.origin is PoolOrigin.AUTO:
         pool.origin = wanted.origin

@@ -68,7 +68,12 @@ class PrefixPool:
     """The engine's name while resident, and afterwards the name under which slots may still hold cells."""
     file_bytes: int | None = None
     """Size of the file that it is, where pools are files; None where they are cells, or while it has none."""
+    ttl_s: float | None = None
+    """Seconds out of use after which it is released by itself; None: never."""
     last_access_ts: float = 0.0
+    """When it was last asked for, by a request or by somebody who creates it."""
+    held_ts: float | None = None
+    """When it was last seen to be held by something."""
     hits: int = 0
     """Requests that attached."""
     attached: int = 0
@@ -102,6 +107,15 @@ class PrefixPool:
     def comes_back(self) -> bool:
         """Whether it can be had by asking for its content: it was evicted, or is being computed."""
         return self.state in (PoolState.EVICTED, PoolState.MATERIALIZING)
+
+    @property
+    def edge(self) -> tuple[PrefixPool | None, int]:
+        """The nearest ancestor that has an id, and the leading tokens that are its; (None, 0) without one."""
+        above, shared = self.parent, self.branch_pos
+        while above is not None and above.released:
+            shared = min(shared, above.branch_pos)
+            above = above.parent
+        return above, 0 if above is None else shared
 
     @property
     def living_children(self) -> list[PrefixPool]:
@@ -171,6 +185,15 @@ class PoolTree:
         """Sequence ids taken by pools."""
         return sum(pool.occupies_sequence for pool in self._pools.values()) + len(self._retiring)
 
+    @property
+    def numbers_taken(self) -> set[PoolNumber]:
+        """Numbers that pools have, or that somebody still works with."""
+        return {pool.number for pool in self._pools.values() if pool.occupies_sequence} | self._retiring
+
+    def hold(self, number: PoolNumber) -> None:
+        """Keep a number from being given away until ``retire``: the engine may have something under it."""
+        self._retiring.add(number)
+
     def add(  # noqa: PLR0913 - the facts of a pool
         self,
         pool_id: PoolId,
@@ -183,13 +206,14 @@ class PoolTree:
         branch_pos: int = 0,
         label: str | None = None,
         pinned: bool = False,
+        ttl_s: float | None = None,
         number: PoolNumber | None = None,
     ) -> PrefixPool:
         """Enter a pool that is about to be materialized.
 
-        A lost or evicted pool of the same content takes up its old life; its label and pin stay unless
-        given anew, and its children become the new one's. One that came by itself and is asked for now does
-        not count as automatic any more.
+        A lost or evicted pool of the same content takes up its old life; its label, pin and lifetime stay
+        unless given anew, and its children become the new one's. One that came by itself and is asked for
+        now does not count as automatic any more.
 
         Args:
             pool_id: digest of the content.
@@ -201,6 +225,7 @@ class PoolTree:
             branch_pos: D.
             label: a name for people and policies.
             pinned: whether it is pinned from the start.
+            ttl_s: its lifetime out of use.
             number: one that was taken by ``reserve``.
 
         Raises:
@@ -223,6 +248,7 @@ class PoolTree:
             branch_pos=branch_pos,
             label=label if label is not None or old is None else old.label,
             pinned=pinned or (old is not None and old.pinned),
+            ttl_s=ttl_s if ttl_s is not None or old is None else old.ttl_s,
             last_access_ts=now_ts,
             before=None if old is None else old.state,
         )
@@ -394,25 +420,6 @@ class PoolTree:
         self._forget()
         return evicted
 
-    def evictable(self, now_ts: float, grace_s: float) -> list[PrefixPool]:
-        """Pools that nobody would miss, least valuable first: automatic, unpinned, childless, out of use.
-
-        Value is the work that evicting would undo, spread over the time since it was last of use.
-        """
-        idle = [
-            pool
-            for pool in self._pools.values()
-            if pool.resident
-            and pool.origin is PoolOrigin.AUTO
-            and not pool.pinned
-            and not any(child.occupies_sequence for child in pool.living_children)
-            and not pool.attached
-            and now_ts - pool.last_access_ts >= grace_s
-        ]
-        return sorted(
-            idle, key=lambda pool: pool.own_len * (1 + pool.hits) / (1.0 + now_ts - pool.last_access_ts)
-        )
-
     def _forget(self) -> None:
         """Release the ids of pools that came by themselves and are long gone: nobody ever asked for them."""
         gone = [
@@ -467,7 +474,7 @@ class PoolTree:
         self._ghosts = [ghost for ghost in self._ghosts if ghost.uid not in dead]
 
     def _free_number(self, scope: Scope) -> PoolNumber:
-        taken = {pool.number for pool in self._pools.values() if pool.occupies_sequence} | self._retiring
+        taken = self.numbers_taken
         for number in range(self.max_pools):
             if number not in taken:
                 return number  # type: ignore[return-value]

@@ -44,6 +44,8 @@ class Session:
     """Where none does: whether another conversation took the slot."""
     pool: PoolId | None = None
     """The pool that its last request was attached to."""
+    moves_to: PoolId | None = None
+    """The pool that its next request attaches to if it names none."""
     running: bool = False
     turns: int = 0
     last_seen: float = 0.0
@@ -108,9 +110,13 @@ class SessionBook:
 
     def touch(self, session: Session, now: float) -> None:
         """A request of the session begins."""
-        self._sessions.move_to_end(session.session_id)
+        self.note(session, now)
         session.running = True
         session.turns += 1
+
+    def note(self, session: Session, now: float) -> None:
+        """It is in use: of its namesakes the latest, and the last to be forgotten."""
+        self._sessions.move_to_end(session.session_id)
         session.last_seen = now
 
     def expire(self, now: float) -> list[Session]:
@@ -134,6 +140,11 @@ class SessionBook:
             if session.slot is not None:
                 resident.append(session)
         return resident
+
+    def end(self, session: Session) -> None:
+        """It is over, whatever holds it."""
+        if self.holds(session):
+            self._forget(session)
 
     def _forget(self, session: Session) -> None:
         del self._sessions[session.session_id]

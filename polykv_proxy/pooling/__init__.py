@@ -2,8 +2,9 @@
 
 What a pool is and where it stands in the tree is the core's; here the engine is made to agree.
 
-``materialize`` computes pools, ``snapshot`` makes them of what slots hold, ``share`` does so unasked, and
-``room`` takes back what is not wanted any more. ``Pooling`` is all of them for those who serve requests.
+``materialize`` computes pools, ``snapshot`` makes them of what slots hold, ``share`` does so unasked,
+``room`` takes back what is not wanted any more, ``sessions`` ends and moves conversations, and ``tend`` looks
+after all of it. ``Pooling`` is all of them for those who serve requests.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ from typing import TYPE_CHECKING
 
 from polykv_proxy.pooling.materialize import Materializer
 from polykv_proxy.pooling.room import Room
+from polykv_proxy.pooling.sessions import Sessions
 from polykv_proxy.pooling.share import Sharing
 from polykv_proxy.pooling.snapshot import Snapshots
+from polykv_proxy.pooling.tend import Tender
 
 if TYPE_CHECKING:
     from polykv_proxy.runtime import Runtime
@@ -39,5 +42,7 @@ class Pooling:
         self.snapshot_slot = snapshots.of_slot
         self.sharing = Sharing(runtime, room, snapshots)
         self.share_from = self.sharing.from_slot
+        self.sessions = Sessions(runtime, room, self.materializer)
+        self.tender = Tender(runtime, room)
         self.release = room.release
         self.evict = room.evict

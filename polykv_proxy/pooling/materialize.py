@@ -63,6 +63,7 @@ class Materializer:
         *,
         label: str | None,
         pin: bool,
+        ttl_s: float | None = None,
         origin: PoolOrigin = PoolOrigin.EXPLICIT,
         parent: PrefixPool | None = None,
         branch_pos: int = 0,
@@ -76,7 +77,7 @@ class Materializer:
             BadRequestError, PoolCapacityError, DisabledError, UnavailableError: see
                 ``PoolPlanner.enter``; the engine's refusals.
         """
-        wanted = Wanted(label=label, pin=pin, origin=origin)
+        wanted = Wanted(label=label, pin=pin, ttl_s=ttl_s, origin=origin)
 
         def begin() -> tuple[PrefixPool, bool]:
             return self._plane.pools.enter(

@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING, TypeVar
 
 import structlog
 
-from polykv_proxy.errors import PolyKVError, PoolCapacityError
+from polykv_proxy.core.keeping import evictable
+from polykv_proxy.core.slots import Ask, Content
+from polykv_proxy.core.types import Scope
+from polykv_proxy.errors import PolyKVError, PoolCapacityError, SaturatedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from polykv_proxy.core.pools import PrefixPool
-    from polykv_proxy.core.types import PoolNumber
+    from polykv_proxy.core.types import PoolNumber, SlotId
     from polykv_proxy.runtime import Runtime
 
 log = structlog.get_logger(__name__)
-
-GRACE_S = 60.0
-"""Seconds out of use after which a pool that came by itself may make room."""
 
 RELEASE_RETRY_S = (0.5, 30.0)
 """First and longest pause between two attempts to release what the engine did not."""
@@ -79,7 +79,7 @@ class Room:
             try:
                 return begin()
             except PoolCapacityError:
-                idle = self._plane.tree.evictable(self._runtime.now_ts(), GRACE_S)
+                idle = await self._evictable()
                 if not idle:
                     raise
                 await self.evict(idle[0], flush=False)
@@ -87,11 +87,17 @@ class Room:
     async def for_automatic(self) -> bool:
         """Make room within the share of sequence ids that pools may take which come by themselves."""
         while self._plane.pools.too_many_automatic():
-            idle = self._plane.tree.evictable(self._runtime.now_ts(), GRACE_S)
+            idle = await self._evictable()
             if not idle:
                 return False
             await self.evict(idle[0], flush=False)
         return True
+
+    async def _evictable(self) -> list[PrefixPool]:
+        """Those that may go, by a reading that is newer than whatever attached before."""
+        await self._runtime.sample(max_age_s=0.0)
+        plane = self._plane
+        return evictable(plane.tree, plane.sample, self._runtime.now_ts(), plane.policy.grace_s)
 
     async def give_back(self, number: PoolNumber, epoch: str) -> int:
         """Free a number, with what the engine has under it; returns the cells that nobody else held.
@@ -103,6 +109,33 @@ class Room:
         if freed is None:
             self._runtime.spawn(self._insist(number, epoch))
         return freed or 0
+
+    async def empty(self, slot: SlotId, content: Content = Content.NOTHING) -> int | None:
+        """Take from an idle slot what it holds; returns the cells that were its own. None: it is at work.
+
+        Args:
+            slot: which.
+            content: whose it is afterwards; ``OLD`` keeps its conversation there, with nothing computed.
+
+        Raises:
+            PolyKVError: the engine does not do it.
+        """
+        try:
+            pending = self._runtime.request(Ask(scope=Scope(""), only=slot), conversation=False)
+        except SaturatedError:
+            return None
+        if pending.lease is None:
+            pending.give_up()
+            return None
+        after = Content.OLD  # as long as nothing was done
+        try:
+            held = await self._runtime.backend.shared(slot)
+            await self._runtime.client.erase_slot(slot)
+            self._runtime.backend.forget((slot,))
+            after = content
+        finally:
+            self._runtime.finish(pending.lease, clean=True, content=after)
+        return 0 if held is None else held.tokens - held.shared_tokens
 
     async def take_back(self, number: PoolNumber, epoch: str) -> None:
         """``give_back`` where nobody asks how much came back."""
@@ -134,6 +167,7 @@ class Room:
             except PolyKVError as error:
                 log.warning("pool_release_failed", number=number, reason=error.message)
                 return None
+        self._runtime.changed()
         if self._runtime.epoch == epoch:  # else it may be another's by now
             self._plane.tree.retire(number)
         return freed

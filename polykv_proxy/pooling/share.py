@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from dataclasses import dataclass
 from time import monotonic
 from typing import TYPE_CHECKING
 
 import structlog
 
+from polykv_proxy.core.patience import Progress, is_worth_waiting
 from polykv_proxy.core.types import PoolOrigin
 from polykv_proxy.errors import PolyKVError
 
@@ -27,6 +30,14 @@ NO_PROGRESS_S = 10.0
 """A request whose prefill does not advance for so long is not waited for."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Wait:
+    """A request that is waited for."""
+
+    result: asyncio.Future[bool]
+    progress: Progress
+
+
 class Sharing:
     """Makes pools of what several requests have in common.
 
@@ -42,7 +53,7 @@ class Sharing:
         self._client = runtime.client
         self._room = room
         self._snapshots = snapshots
-        self._going: dict[tuple[int, int], asyncio.Future[bool]] = {}
+        self._going: dict[tuple[int, int], _Wait] = {}
         """Snapshots that are waited for, by slot and lease."""
 
     @property
@@ -50,28 +61,48 @@ class Sharing:
         """How many requests are being waited for."""
         return len(self._going)
 
-    async def from_slot(self, slot: Slot, n_tokens: int) -> bool:
+    async def from_slot(
+        self, slot: Slot, n_tokens: int, *, own_tokens: int | None = None, since: float | None = None
+    ) -> bool:
         """Make a pool of a slot's first tokens, once the engine has passed them; whether there is one now.
 
         All who want to share from the same request wait for the same snapshot. False when that request
-        ended before it came so far, or no progress is seen: whoever waits goes on without.
+        ended before it came so far, when no progress is seen, or when waiting took as long as the caller's
+        own prefill would: whoever waits goes on without.
+
+        Args:
+            slot: whose request computes what is to be shared.
+            n_tokens: how much of it.
+            own_tokens: prompt tokens that the caller would have to compute otherwise; None: it has time.
+            since: monotonic seconds at which it began to wait; None: now.
         """
         session = slot.session
         if session is None:
             return False
         key = (slot.slot, slot.lease or 0)
-        going = self._going.get(key)
-        if going is None:
-            going = self._going[key] = asyncio.get_running_loop().create_future()
-            self._runtime.spawn(self._share(key, slot, session, n_tokens, going))
-        return await asyncio.shield(going)
+        wait = self._going.get(key)
+        if wait is None:
+            wait = self._going[key] = _Wait(asyncio.get_running_loop().create_future(), Progress())
+            self._runtime.spawn(self._share(key, slot, session, n_tokens, wait))
+        since = monotonic() if since is None else since
+        while own_tokens is None or is_worth_waiting(
+            monotonic() - since, own_tokens, wait.progress.tokens_per_s
+        ):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(None if own_tokens is None else IDLE_POLL_S):
+                    return await asyncio.shield(wait.result)
+        log.info("not_waited_for", slot=slot.slot, own_tokens=own_tokens)
+        return False
 
     async def _share(
-        self, key: tuple[int, int], slot: Slot, session: Session, n_tokens: int, result: asyncio.Future[bool]
+        self, key: tuple[int, int], slot: Slot, session: Session, n_tokens: int, wait: _Wait
     ) -> None:
         made = False
         try:
-            made = await self._has_passed(slot, session, n_tokens) and await self._room.for_automatic()
+            made = (
+                await self._has_passed(slot, session, n_tokens, wait.progress)
+                and await self._room.for_automatic()
+            )
             if made:
                 await self._snapshots.of_slot(
                     slot, session, n_tokens=n_tokens, label=None, pin=False, origin=PoolOrigin.AUTO
@@ -81,11 +112,11 @@ class Sharing:
             log.info("auto_pool_not_made", tokens=n_tokens, reason=error.message)
         finally:
             self._going.pop(key, None)
-            result.set_result(made)
+            wait.result.set_result(made)
 
-    async def _has_passed(self, slot: Slot, session: Session, n_tokens: int) -> bool:
+    async def _has_passed(self, slot: Slot, session: Session, n_tokens: int, progress: Progress) -> bool:
         """Wait until the session's slot holds so many tokens; False when it never will."""
-        seen, since, lease = -1, monotonic(), slot.lease
+        since, lease = monotonic(), slot.lease
         while slot.session is session and self._plane.serving:
             now = (await self._client.counters()).slots[slot.slot]
             started = lease is None or now.tag == lease
@@ -93,9 +124,8 @@ class Sharing:
                 return True
             if lease is None or slot.lease != lease:
                 return False  # it is over, and did not come so far
-            progress = now.tokens if started else -1
-            if progress > seen:
-                seen, since = progress, monotonic()
+            if started and progress.seen(now.tokens, monotonic()):
+                since = monotonic()
             elif monotonic() - since > NO_PROGRESS_S:
                 return False
             await asyncio.sleep(IDLE_POLL_S)

@@ -51,6 +51,7 @@ class Snapshots:
         n_tokens: int | None,
         label: str | None,
         pin: bool,
+        ttl_s: float | None = None,
         parent: PrefixPool | None = None,
     ) -> tuple[PrefixPool, bool]:
         """A pool of what the slot of a session holds now; nothing is copied or computed.
@@ -64,7 +65,14 @@ class Snapshots:
         session = slot.session
         assert session is not None
         return await self.of_slot(
-            slot, session, n_tokens=n_tokens, label=label, pin=pin, origin=PoolOrigin.SNAPSHOT, parent=parent
+            slot,
+            session,
+            n_tokens=n_tokens,
+            label=label,
+            pin=pin,
+            ttl_s=ttl_s,
+            origin=PoolOrigin.SNAPSHOT,
+            parent=parent,
         )
 
     async def of_slot(  # noqa: PLR0913 - the facts of a pool
@@ -75,11 +83,12 @@ class Snapshots:
         n_tokens: int | None,
         label: str | None,
         pin: bool,
+        ttl_s: float | None = None,
         origin: PoolOrigin,
         parent: PrefixPool | None = None,
     ) -> tuple[PrefixPool, bool]:
         """A pool of a slot's leading tokens, while it is the session's; see ``of_session``."""
-        wanted = Wanted(label=label, pin=pin, origin=origin)
+        wanted = Wanted(label=label, pin=pin, ttl_s=ttl_s, origin=origin)
 
         async def go() -> tuple[PrefixPool, bool]:
             return await self._take(slot, session, wanted, n_tokens=n_tokens, parent=parent)
@@ -169,6 +178,7 @@ class Snapshots:
             made = await self._runtime.backend.snapshot(number, slot.slot, n_tokens, above, lease)
         except NotFoundError as error:
             raise ConflictError(f"{error.message}; ask again", code="pool_lost") from None
+        self._runtime.changed()
         if self._runtime.epoch != epoch:
             raise EngineGoneError("the engine was restarted")
         tokens = as_tokens(made.tokens)

@@ -155,6 +155,7 @@ class Rig:
         self.handlers = routes._handlers
         for engine in engines:
             tasks.spawn(sampler.run(engine.runtime))
+            tasks.spawn(engine.pooling.tender.run())
         edge = Edge(routes.handle, render_error=render_error)
         port = await edge.listen("127.0.0.1", 0)
         stack.push_async_callback(edge.close, 0.0)

@@ -6,7 +6,6 @@ import pytest
 
 from api.rig import CHAT, SYSTEM, chat, until
 from polykv_proxy.core.types import PoolOrigin, PoolState
-from polykv_proxy.pooling import room
 
 POOL = {"messages": [{"role": "system", "content": SYSTEM}]}
 TOKENS = {"tokens": list(range(1, 41))}
@@ -541,9 +540,9 @@ async def test_a_child_that_is_needed_brings_its_parents_back(proxies):
     assert rig.engine.used == 40 + 10 + 5 + 5
 
 
-async def test_an_explicit_pool_makes_room_among_automatic_ones_only(rig, monkeypatch):
+async def test_an_explicit_pool_makes_room_among_automatic_ones_only(proxies):
     """Idle and unpinned ones go, least valuable first; nothing that somebody asked for does."""
-    monkeypatch.setattr(room, "GRACE_S", 0.0)
+    rig = await proxies(pools={"grace_s": 0.0})
     made = [await rig.pool({"tokens": ids((number, 40))}) for number in (1, 2)]
     one, two = (rig.runtime.plane.pools.find(each["pool_id"], "") for each in made)
     three = {"tokens": ids((3, 40))}
@@ -578,6 +577,63 @@ async def test_a_release_of_a_tree_goes_leaves_first(proxies):
     assert (refused.status, refused.error["children"]) == (409, [child["pool_id"]])
     gone = (await rig.ask(f"{path}/release?recursive=1", {})).json
     assert (gone["released"], gone["cells_freed"]) == ([child["pool_id"], root["pool_id"]], 50)
+
+
+@pytest.mark.parametrize("given", ["yes", "", "2", "True"])
+async def test_a_flag_in_the_query_is_one_or_nought(rig, given):
+    """Anything else is a mistake, and named; nothing was released."""
+    root = await rig.pool({"tokens": ROOT})
+    answer = await rig.ask(f"/polykv/pools/{root['pool_id']}?recursive={given}", method="DELETE")
+    assert (answer.status, answer.error["param"]) == (400, "recursive")
+    answer = await rig.ask(f"/polykv/pools/{root['pool_id']}?recursive=0", method="DELETE")
+    assert answer.json["released"] == [root["pool_id"]]
+
+
+@pytest.mark.parametrize("verb", ["pin", "unpin", "evict", "flush", "release"])
+async def test_verbs_need_no_body_and_do_no_harm_twice(rig, verb):
+    """The content type is what a form cannot send; the second answer frees nothing and holds nothing."""
+    root = await rig.pool({"tokens": ROOT})
+    path = f"/polykv/pools/{root['pool_id']}/{verb}"
+    refused = await rig.ask(path, b"", Content_Type="application/x-www-form-urlencoded")
+    assert refused.status == 415
+    first, again = [await rig.ask(path, b"", Content_Type="application/json") for _ in range(2)]
+    assert (first.status, again.status) == (200, 200)
+    assert again.json.get("cells_freed", 0) == again.json.get("holders", 0) == 0
+
+
+async def test_a_lifetime_is_given_and_shown(rig):
+    """With the moment at which it ends, as long as nothing holds the pool."""
+    made = await rig.pool({"tokens": ROOT, "ttl_s": 100.5})
+    path = f"/polykv/pools/{made['pool_id']}"
+    shown = (await rig.ask(path)).json
+    assert (shown["ttl_s"], shown["expires_ts"]) == (100.5, shown["last_access_ts"] + 100.5)
+    await rig.ask(f"{path}/pin", {})
+    assert (await rig.ask(path)).json["expires_ts"] is None
+    for wrong in (0, -1, "x"):
+        answer = await rig.ask("/polykv/pools", {"tokens": ROOT, "ttl_s": wrong})
+        assert (answer.status, answer.error["param"]) == (400, "ttl_s")
+
+
+async def test_what_hangs_on_a_pool_pins_it_and_all_above(proxies):
+    """Shown apart from the pin that somebody asked for; gone with the last of them."""
+    rig = await proxies(max_pools=3)
+    root = await rig.pool({"tokens": ROOT})
+    child = (await fork(rig, root, tokens=ROOT + ids((2, 10)))).json
+
+    async def pins():
+        listed = (await rig.ask("/polykv/pools")).json["pools"]
+        assert not any(pool["pinned"] for pool in listed)
+        return [pool["pinned_by_descendants"] for pool in listed]
+
+    assert await pins() == [True, False]
+    body = {"prompt": ROOT + ids((2, 10), (3, 3)), "pool_id": child["pool_id"], "session_id": "me"}
+    assert (await rig.ask("/completion", body)).status == 200
+    assert await pins() == [True, True]
+    await rig.ask("/polykv/sessions/me/close", {})
+    await rig.runtime.sample(max_age_s=0.0)
+    assert await pins() == [True, False]
+    await rig.ask(f"/polykv/pools/{child['pool_id']}", method="DELETE")
+    assert await pins() == [False]
 
 
 # -- who --------------------------------------------------------------------------------------------------
@@ -638,7 +694,9 @@ async def test_pages_of_others_drive_nothing(rig):
     assert (await rig.ask("/polykv/pools", Host="evil.example")).error["code"] == "foreign_host"
     assert (await rig.ask("/polykv/pools", Host="[::1")).status == 403
     assert (await rig.ask("/polykv/pools", POOL, Origin="http://evil.example")).status == 403
-    assert (await rig.ask("/polykv/pools", b"{}", Content_Type="text/plain")).status == 415
+    form = await rig.ask("/polykv/pools", b"{}", Content_Type="text/plain")
+    assert (form.status, form.error["code"]) == (415, "json_required")
+    assert "Content-Type: application/json" in form.error["message"]
     assert len(rig.runtime.plane.tree) == 0
 
 

@@ -7,8 +7,9 @@ import pytest
 from fake_engine import Script
 
 from api.rig import CHAT, SYSTEM, chat, until
+from polykv_proxy.core.keeping import riding
 from polykv_proxy.core.types import PoolOrigin
-from polykv_proxy.pooling import room, share
+from polykv_proxy.pooling import share
 
 PROMPT = "Once upon a time there was a proxy. " * 3
 
@@ -562,15 +563,17 @@ async def test_no_pool_comes_where_none_is_wanted(proxies, setting):
     assert len(rig.runtime.plane.tree) == 0
 
 
-async def test_automatic_pools_take_no_more_than_their_share(proxies, monkeypatch):
-    """One of two sequence ids; another comes only when the first is out of use."""
-    rig = await proxies(slots=4)
+async def test_automatic_pools_take_no_more_than_their_share(proxies):
+    """One of two sequence ids; another comes only when the first is out of use: nobody rests on it."""
+    rig = await proxies(slots=4, pools={"grace_s": 0.0})
     for letter in "ab":
         for end in "12":
             body = text(prompt=letter * 300 + end * 30, session_id=letter + end)
             assert (await rig.ask("/completion", body)).status == 200
     assert [pool.origin for pool in rig.runtime.plane.tree] == [PoolOrigin.AUTO]
-    monkeypatch.setattr(room, "GRACE_S", 0.0)
+    for name in ("a1", "a2"):
+        assert (await rig.ask(f"/polykv/sessions/{name}/close", {})).status == 200
+    await until(lambda: not riding(rig.runtime.plane.sample))
     answer = await rig.ask("/completion", text(prompt="b" * 300 + "3" * 30))
     assert answer.headers["x-cached-prefix-tokens"] == "300"
     assert [pool.state.value for pool in rig.runtime.plane.tree] == ["evicted", "resident"]

@@ -36,6 +36,20 @@ def add(tree, tokens, *, parent=None, branch_pos=0, ready=True, uid=None, scope=
 # -- ids --------------------------------------------------------------------------------------------------
 
 
+def test_the_edge_of_a_pool_leads_to_an_ancestor_that_has_an_id():
+    """Over parents that were released and still hold cells, as far down as all of them go; else to none."""
+    tree = PoolTree(10)
+    root = add(tree, [1] * 10, uid=1)
+    middle = add(tree, [1] * 4 + [2] * 6, parent=root, branch_pos=4, uid=2)
+    leaf = add(tree, [1] * 4 + [2] * 6 + [3], parent=middle, branch_pos=10, uid=3)
+    assert leaf.edge == (middle, 10)
+    middle.released = True
+    assert leaf.edge == (root, 4)
+    root.released = True
+    assert (leaf.edge, root.edge) == ((None, 0), (None, 0))
+    assert leaf.own_len == 1
+
+
 def test_the_same_content_has_the_same_id():
     """An id is a digest: equal for equal content, whoever computes it."""
     assert content_id([1, 2, 3]) == content_id([1, 2, 3])
@@ -365,28 +379,6 @@ def test_a_released_pool_without_cells_leaves_its_parent():
         tree.release(below)
     tree.drop_ghosts({ghost.uid for ghost in tree.nodes() if ghost.released})
     assert root.children == []
-
-
-def test_the_least_valuable_of_those_that_nobody_would_miss_goes_first():
-    """Automatic, idle for long, unpinned, childless; value is work and hits over idle time."""
-    tree = PoolTree(10)
-    auto = PoolOrigin.AUTO
-    small = add(tree, [1] * 10, origin=auto)
-    large = add(tree, [2] * 50, origin=auto)
-    liked = add(tree, [3] * 10, origin=auto)
-    liked.hits = 3
-    old = add(tree, [4] * 50, origin=auto)
-    old.last_access_ts = -990.0
-    add(tree, [5])  # explicit
-    add(tree, [6], origin=auto, pinned=True)
-    add(tree, [7], origin=auto).attached = 1
-    add(tree, [8], origin=auto).last_access_ts = 95.0
-    parent = add(tree, [9], origin=auto)
-    assert tree.evictable(100.0, 60.0) == [parent, old, small, liked, large]
-    child = add(tree, [9, 9], parent=parent, branch_pos=1)
-    assert parent not in tree.evictable(100.0, 60.0)
-    evicted(tree, child)
-    assert parent in tree.evictable(100.0, 60.0)
 
 
 def test_pools_that_came_by_themselves_are_forgotten_some_time_after_they_are_gone():

@@ -56,3 +56,20 @@ async def test_a_request_that_is_over_and_never_came_so_far_is_not_waited_for(ri
 async def test_a_slot_without_a_conversation_is_nobodys_leader(rig):
     """Computing a pool, say."""
     assert not await rig.pooling.share_from(Slot(SlotId(0)), 1)
+
+
+async def test_nobody_waits_longer_than_its_own_prefill_would_take(rig):
+    """By the speed at which the leader was seen to compute; those with more to compute wait on."""
+    leader, slot = await computing(rig, 5)
+    loop = asyncio.get_running_loop()
+    patient = loop.create_task(rig.pooling.share_from(slot, 40, own_tokens=10**9))
+    small = loop.create_task(rig.pooling.share_from(slot, 40, own_tokens=1))
+    await until(lambda: any(wait.progress._first for wait in rig.pooling.sharing._going.values()))
+    assert not small.done()  # nothing was seen to advance: nobody knows how long it would take
+    sequence = rig.engine.sequences[slot.slot]
+    rig.engine._compute(sequence, PROMPT[:20])
+    assert not await small
+    assert not patient.done()
+    rig.engine.prefill_gate.set()
+    assert await patient
+    await leader

@@ -123,3 +123,19 @@ async def test_a_parent_that_goes_meanwhile_is_a_conflict(rig):
     answer = await rig.ask("/polykv/pools", {"from_session": "me"})
     assert (answer.status, answer.error["code"]) == (409, "pool_lost")
     await until(lambda: rig.runtime.plane.tree.sequences_used == 1)
+
+
+async def test_a_slot_is_snapshot_once_at_a_time(proxies):
+    """The first one changes what the slot shares: the second is a child of it, and owns what is beyond."""
+    rig = await proxies(max_pools=3)
+    root, _, _ = await create(rig, as_tokens(ids((1, 40))))
+    await talked(rig, pool_id=root.pool_id)
+    first = await slow_snapshot(rig, n_tokens=45)
+    second = rig.start("/polykv/pools", {"from_session": "me"})
+    await until(lambda: rig.runtime.plane.tree.sequences_used == 3)
+    assert len(rig.engine.pools) == 2
+    rig.engine.snapshot_gate.set()
+    one, two = (await first).json, (await second).json
+    assert (one["parent"], one["branch_pos"]) == (root.pool_id, 40)
+    assert (two["parent"], two["branch_pos"]) == (one["pool_id"], 45)
+    await every_cell_has_its_owner(rig)

@@ -1,0 +1,78 @@
+"""The ``/polykv/sessions`` routes: what conversations there are, end one, move one to another pool."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import msgspec
+from aiohttp import web
+
+from polykv_proxy.api import views
+from polykv_proxy.core.types import PoolId, SessionId
+from polykv_proxy.errors import BadRequestError, ConflictError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from polykv_proxy.core.types import Scope
+    from polykv_proxy.fleet import Fleet
+
+
+class _Migration(msgspec.Struct, forbid_unknown_fields=True):
+    """Body of ``POST /polykv/sessions/{id}/migrate``."""
+
+    pool_id: str
+
+
+class SessionsApi:
+    """The sessions' HTTP face.
+
+    Args:
+        fleet: the engines.
+        sees: what a request may see; None: everything.
+    """
+
+    def __init__(self, fleet: Fleet, sees: Callable[[web.Request], Scope | None]) -> None:
+        self._fleet = fleet
+        self._sees = sees
+
+    def add_to(self, router: web.UrlDispatcher) -> None:
+        """Add the routes."""
+        router.add_get("/polykv/sessions", self.list_sessions)
+        router.add_post("/polykv/sessions/{session_id}/close", self.close)
+        router.add_post("/polykv/sessions/{session_id}/migrate", self.migrate)
+
+    async def list_sessions(self, request: web.Request) -> web.Response:
+        """``GET /polykv/sessions``."""
+        await asyncio.gather(*(engine.runtime.sample() for engine in self._fleet))
+        planes = {engine.name: engine.plane for engine in self._fleet}
+        return _json(views.sessions(planes, self._sees(request)))
+
+    async def close(self, request: web.Request) -> web.Response:
+        """``POST …/{id}/close``: the session is over, and the cells that only it held are free."""
+        session_id, scope = SessionId(request.match_info["session_id"]), self._sees(request)
+        engine = self._fleet.of_session(session_id, scope)
+        freed = await engine.pooling.sessions.close(session_id, scope)
+        return _json({"session_id": session_id, "closed": True, "cells_freed": freed})
+
+    async def migrate(self, request: web.Request) -> web.Response:
+        """``POST …/{id}/migrate``: its next request attaches to another pool; all of it, or nothing."""
+        session_id, scope = SessionId(request.match_info["session_id"]), self._sees(request)
+        try:
+            wanted = msgspec.json.decode(await request.read(), type=_Migration)
+        except msgspec.DecodeError as error:
+            raise BadRequestError(f'send {{"pool_id": …}}: {error}', param="pool_id") from None
+        engine = self._fleet.of_session(session_id, scope)
+        session = engine.plane.need_session(session_id, scope)
+        home, pool = self._fleet.need_pool(PoolId(wanted.pool_id), session.scope)
+        if home is not engine:
+            raise ConflictError(
+                f"the session lives on {engine.name} and the pool on {home.name}", code="other_engine"
+            )
+        freed = await engine.pooling.sessions.migrate(session_id, scope, pool)
+        return _json({"session_id": session_id, "pool_id": pool.pool_id, "cells_freed": freed})
+
+
+def _json(document: dict[str, object]) -> web.Response:
+    return web.Response(body=msgspec.json.encode(document), content_type="application/json", charset="utf-8")

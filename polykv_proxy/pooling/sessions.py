@@ -1,0 +1,89 @@
+"""Ending conversations and moving them, with what their slots hold."""
+
+from __future__ import annotations
+
+import asyncio
+from time import monotonic
+from typing import TYPE_CHECKING
+
+import structlog
+
+from polykv_proxy.core.slots import Content
+from polykv_proxy.errors import ConflictError, PolyKVError
+
+if TYPE_CHECKING:
+    from polykv_proxy.core.pools import PrefixPool
+    from polykv_proxy.core.types import Scope, SessionId
+    from polykv_proxy.pooling.materialize import Materializer
+    from polykv_proxy.pooling.room import Room
+    from polykv_proxy.runtime import Runtime
+
+log = structlog.get_logger(__name__)
+
+
+class Sessions:
+    """What is done to the sessions of one engine.
+
+    Args:
+        runtime: the engine's control plane at work.
+        room: empties slots.
+        materializer: brings a pool back that a session is to move to.
+    """
+
+    def __init__(self, runtime: Runtime, room: Room, materializer: Materializer) -> None:
+        self._runtime = runtime
+        self._plane = runtime.plane
+        self._room = room
+        self._materializer = materializer
+
+    async def close(self, session_id: SessionId, scope: Scope | None) -> int:
+        """End a session; returns the cells that only it held, 0 if somebody else got its slot first.
+
+        Raises:
+            NotFoundError: there is none.
+            ConflictError: it runs.
+        """
+        slot = self._plane.end_session(session_id, scope)
+        log.info("session_closed", session_id=session_id)
+        if slot is None:
+            return 0
+        try:  # to the end whoever leaves; whoever gets the slot first overwrites what is in it
+            return await asyncio.shield(self._runtime.background(self._room.empty(slot))) or 0
+        except PolyKVError as error:
+            log.info("slot_not_emptied", slot=slot, reason=error.message)
+            return 0
+
+    async def migrate(self, session_id: SessionId, scope: Scope | None, pool: PrefixPool) -> int:
+        """Let a session's next request attach to another pool; returns the cells that it gave up.
+
+        The session keeps its id, but not what its slot held. It is all done or nothing.
+
+        Raises:
+            NotFoundError: there is no such session.
+            ConflictError: it runs, its slot is not to be had, or the pool is lost.
+            PolyKVError: the pool cannot be had, or the engine does not empty the slot.
+        """
+        self._plane.idle_session(session_id, scope)
+        pool = await self._materializer.ensure_resident(pool)
+        return await asyncio.shield(self._runtime.background(self._migrate(session_id, scope, pool)))
+
+    async def _migrate(self, session_id: SessionId, scope: Scope | None, pool: PrefixPool) -> int:
+        session = self._plane.idle_session(session_id, scope)  # again: computing the pool may have taken long
+        if not pool.resident:
+            raise ConflictError(f"pool {pool.pool_id} is not resident any more", code="pool_lost")
+        before, session.moves_to = session.moves_to, pool.pool_id  # no request of it comes between
+        freed: int | None = 0
+        try:
+            if session.slot is not None:
+                # a name finds its session wherever it comes to, also if its next request begins differently;
+                # without one, what it was made of is all that tells
+                content = Content.OLD if session.name is None else Content.NOTHING
+                freed = await self._room.empty(session.slot, content)
+            if freed is None:
+                raise ConflictError("the session's slot is wanted by others; ask again", code="slot_busy")
+        except PolyKVError:
+            session.moves_to = before
+            raise
+        self._plane.on_migrated(session, monotonic())
+        log.info("session_migrates", session_id=session_id, pool_id=pool.pool_id)
+        return freed

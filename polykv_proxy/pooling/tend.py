@@ -1,0 +1,75 @@
+"""Looking after pools: ends lifetimes, and takes back what the engine holds and nobody knows of."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import structlog
+
+from polykv_proxy.core.keeping import strays, tend
+from polykv_proxy.errors import PolyKVError
+
+if TYPE_CHECKING:
+    from polykv_proxy.core.types import PoolNumber, SlotId
+    from polykv_proxy.pooling.room import Room
+    from polykv_proxy.runtime import Runtime
+
+log = structlog.get_logger(__name__)
+
+TEND_S = 1.0
+"""Seconds between two rounds."""
+
+
+class Tender:
+    """Looks after the pools of one engine.
+
+    Args:
+        runtime: the engine's control plane at work.
+        room: takes back.
+    """
+
+    def __init__(self, runtime: Runtime, room: Room) -> None:
+        self._runtime = runtime
+        self._plane = runtime.plane
+        self._room = room
+
+    async def run(self) -> None:
+        """Go round until cancelled."""
+        while True:
+            await asyncio.sleep(TEND_S)
+            try:
+                await self.round()
+            except PolyKVError as error:
+                log.info("pools_not_tended", reason=error.message)
+
+    async def round(self) -> None:
+        """One look at everything."""
+        if not self._works:
+            return
+        await self._runtime.sample(max_age_s=TEND_S)
+        while over := tend(self._plane.tree, self._plane.sample, self._runtime.now_ts()):
+            log.info("pool_lifetime_over", pool_id=over[0].pool_id, ttl_s=over[0].ttl_s)
+            await self._room.release(over[0], recursive=False)  # no await since the look
+        if self._strays() != ([], []):
+            await self._runtime.sample(max_age_s=0.0)  # the last one may be older than what happened since
+            await self._take_back_strays()
+
+    @property
+    def _works(self) -> bool:
+        return self._plane.serving and self._plane.capability.has_pools
+
+    def _strays(self) -> tuple[list[PoolNumber], list[SlotId]]:
+        sample = self._plane.sample
+        return ([], []) if sample is None else strays(self._plane.tree, sample)
+
+    async def _take_back_strays(self) -> None:
+        numbers, slots = self._strays()
+        for number in numbers:
+            self._plane.tree.hold(number)  # no await since the look: nobody else gets it
+            log.warning("stray_pool", number=number)
+            self._runtime.spawn(self._room.take_back(number, self._runtime.epoch))
+        for slot in slots:
+            if self._plane.board.slots[slot].idle:
+                log.warning("stray_cells", slot=slot)
+                await self._room.empty(slot)

@@ -1,0 +1,148 @@
+"""Claims about ``core.keeping``: what keeps pools, which go by themselves, and what nobody knows of."""
+
+from core.planes import SCOPE, sample, slot_sample
+from core.test_pools import add, evicted
+from polykv_proxy.core.keeping import evictable, is_held, last_use, riding, strays, tend
+from polykv_proxy.core.pools import PoolTree
+from polykv_proxy.core.types import EngineSample, PoolNumber, PoolOrigin, PoolSample, PoolUid
+
+NOBODY = frozenset()
+
+
+def rider(uid, number=0):
+    """A slot that shares five cells."""
+    return slot_sample(number, tokens=9, shared=5, uid=uid)
+
+
+def test_slots_ride_on_what_they_share_cells_with():
+    """A slot that shares nothing rides on nothing, whatever it shared before."""
+    assert riding(None) == NOBODY
+    assert riding(sample(slots=(rider(3), slot_sample(1, uid=4)))) == {3}
+
+
+def chain(tree):
+    """A root, its child and its grandchild."""
+    root = add(tree, [1] * 10, uid=1)
+    child = add(tree, [1] * 20, parent=root, branch_pos=10, uid=2)
+    return root, child, add(tree, [1] * 30, parent=child, branch_pos=20, uid=3)
+
+
+def test_a_holder_holds_all_ancestors():
+    """A leaf by requests and slots; those above it by the leaf as long as that is resident."""
+    tree = PoolTree(10)
+    root, child, leaf = chain(tree)
+    assert [is_held(pool, NOBODY) for pool in (root, child, leaf)] == [True, True, False]
+    assert is_held(leaf, {3})
+    leaf.attached = 1
+    assert is_held(leaf, NOBODY)
+    leaf.attached = 0
+    evicted(tree, leaf)
+    assert [is_held(pool, NOBODY) for pool in (root, child)] == [True, False]
+    evicted(tree, child)
+    assert not is_held(root, NOBODY)
+
+
+def test_what_is_left_of_a_child_holds_its_ancestors_for_its_own_holders():
+    """A released leaf whose cells a slot still shares keeps them; once the slot is gone, nothing does."""
+    tree = PoolTree(10)
+    root, child, leaf = chain(tree)
+    tree.release(leaf)
+    assert is_held(child, {3})
+    assert not is_held(child, NOBODY)
+    tree.release(child)
+    assert is_held(root, {3})
+    assert is_held(root, {2})
+    assert not is_held(root, NOBODY)
+
+
+def test_the_last_use_is_when_it_was_asked_for_or_held():
+    """Whatever came later."""
+    tree = PoolTree(2)
+    pool = add(tree, [1] * 10, uid=1)
+    pool.last_access_ts = 50.0
+    tend(tree, sample(slots=(rider(1),)), 40.0)
+    assert last_use(pool) == 50.0
+    tend(tree, sample(slots=(rider(1),)), 60.0)
+    tend(tree, sample(), 70.0)
+    assert last_use(pool) == 60.0
+
+
+def test_a_lifetime_counts_from_the_last_use():
+    """Held, pinned and with children it goes on; without a lifetime nothing ends."""
+    tree = PoolTree(10)
+    pool, other = add(tree, [1] * 10, uid=1, ttl_s=5.0), add(tree, [2] * 10, uid=2)
+    pool.last_access_ts = other.last_access_ts = 100.0
+    held = sample(slots=(rider(1),))
+    assert tend(tree, sample(), 104.9) == []
+    assert tend(tree, held, 106.0) == []
+    assert tend(tree, sample(), 110.9) == []
+    pool.pinned = True
+    assert tend(tree, sample(), 111.0) == []
+    pool.pinned = False
+    assert tend(tree, sample(), 111.0) == [pool]
+    child = add(tree, [1] * 20, parent=pool, branch_pos=10, uid=3)
+    assert tend(tree, sample(), 200.0) == []
+    evicted(tree, child)
+    assert tend(tree, sample(), 300.0) == []  # still a child by its id
+
+
+def test_a_lifetime_ends_for_what_is_not_resident_too():
+    """Nobody came for the evicted pool either; one that is being computed is wanted."""
+    tree = PoolTree(10)
+    gone = evicted(tree, add(tree, [1] * 10, uid=1, ttl_s=5.0))
+    add(tree, [2] * 10, ready=False, ttl_s=5.0)
+    assert tend(tree, None, 1e6) == [tree.get(gone.pool_id)]
+
+
+def test_the_least_valuable_of_those_that_nobody_would_miss_goes_first():
+    """Automatic, idle for long, unpinned, childless; value is work and hits over idle time."""
+    tree = PoolTree(10)
+    auto = PoolOrigin.AUTO
+    small = add(tree, [1] * 10, origin=auto)
+    large = add(tree, [2] * 50, origin=auto)
+    liked = add(tree, [3] * 10, origin=auto)
+    liked.hits = 3
+    old = add(tree, [4] * 50, origin=auto)
+    old.last_access_ts = -990.0
+    add(tree, [5])  # explicit
+    add(tree, [6], origin=auto, pinned=True)
+    add(tree, [7], origin=auto).attached = 1
+    add(tree, [8], origin=auto).last_access_ts = 95.0
+    parent = add(tree, [9], origin=auto)
+    assert evictable(tree, None, 100.0, 60.0) == [parent, old, small, liked, large]
+    child = add(tree, [9, 9], parent=parent, branch_pos=1)
+    assert parent not in evictable(tree, None, 100.0, 60.0)
+    evicted(tree, child)
+    assert parent in evictable(tree, None, 100.0, 60.0)
+
+
+def test_a_pool_that_was_held_has_its_grace():
+    """It is no candidate while a slot rides on it, nor for the grace after the slot left."""
+    tree = PoolTree(10)
+    pool = add(tree, [1] * 10, origin=PoolOrigin.AUTO, uid=1)
+    held, free = sample(slots=(rider(1),)), sample()
+    assert evictable(tree, free, 1000.0, 60.0) == [pool]
+    assert evictable(tree, held, 1000.0, 60.0) == []
+    tend(tree, held, 1000.0)
+    tend(tree, free, 1001.0)
+    assert evictable(tree, free, 1059.9, 60.0) == []
+    assert evictable(tree, free, 1060.0, 60.0) == [pool]
+
+
+def reading(slots=(), pools=()):
+    """Counters with pools by number and uid."""
+    held = tuple(PoolSample(PoolNumber(number), PoolUid(uid), 10) for number, uid in pools)
+    return EngineSample("e1", 0.0, 0, 1000, 0, slots, held)
+
+
+def test_what_nobody_knows_of_is_found():
+    """A pool under a number that is free here, and a slot on cells of a name that is not in the tree."""
+    tree = PoolTree(10)
+    pool = add(tree, [1] * 10, uid=1)
+    at_work = tree.reserve(SCOPE)
+    tree.release(ghost := add(tree, [2] * 10, uid=2))
+    tree.retire(ghost.number)
+    pools = ((pool.number, 1), (at_work, 7), (8, 8))
+    slots = tuple(rider(uid, number) for number, uid in enumerate((1, 2, 7, 8, 9)))
+    assert strays(tree, reading(slots, pools)) == ([8], [3, 4])
+    assert strays(tree, reading((slot_sample(0, uid=9),), pools[:2])) == ([], [])
