@@ -27,6 +27,10 @@ class Lease:
     """The pool its request runs on."""
     evicted: bool = False
     """Whether another conversation had taken the slot that held this one."""
+    streams: bool = False
+    """Whether its answer comes token by token."""
+    before: LeaseId | None = None
+    """Its session's request before this one."""
 
 
 @dataclass(slots=True, eq=False)

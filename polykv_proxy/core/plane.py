@@ -29,17 +29,22 @@ from polykv_proxy.core.decisions import (
     Ticket,
     WakeQueued,
 )
+from polykv_proxy.core.experience import Experience
 from polykv_proxy.core.planner import KnownEngine, PoolPlanner
+from polykv_proxy.core.rates import Progress
 from polykv_proxy.core.sessions import SessionBook
 from polykv_proxy.core.slots import Ask, Content, Placement, SlotBoard
 from polykv_proxy.core.types import Capability, LeaseId
 from polykv_proxy.errors import ConflictError, NotFoundError, SessionNotResidentError
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from polykv_proxy.core.accounting import Ownership
     from polykv_proxy.core.pools import PoolTree
     from polykv_proxy.core.sessions import Session
     from polykv_proxy.core.slots import Slot
+    from polykv_proxy.core.stock import SlotLook
     from polykv_proxy.core.types import EngineFacts, EngineSample, Scope, SessionId, SlotId, Tokens
 
 
@@ -63,6 +68,7 @@ class ControlPlane:
         self._serving = False
         self._waiting: OrderedDict[int, Ticket] = OrderedDict()
         self.sessions = SessionBook(f"auto-{number}-" if number else "auto-")
+        self.experience = Experience()
         self._running: dict[LeaseId, Lease] = {}
         self._next_lease = 1
 
@@ -147,6 +153,7 @@ class ControlPlane:
         self._running.clear()
         self.board = SlotBoard(facts.slots)
         self.sample = self.ownership = None
+        self.experience.reset()
 
     def on_sample(self, sample: EngineSample) -> None:
         """Correct the picture by what the engine reports; readings of another epoch are ignored."""
@@ -156,6 +163,47 @@ class ControlPlane:
         self.ownership = attribute(self.tree.nodes(), sample)
         if self.ownership.dead:
             self.tree.drop_ghosts(set(self.ownership.dead))
+
+    # -- rates -------------------------------------------------------------------------------------------
+
+    def on_counters(self, sample: EngineSample) -> Progress:
+        """The sampler looked: what came since the last time. Readings of another epoch are ignored."""
+        if self.facts is None or sample.epoch != self.facts.epoch:
+            return Progress()
+        return self.experience.on_sample(sample, self.board)
+
+    def on_stock_slots(self, slots: Collection[SlotLook], now: float) -> Progress:
+        """The same, of an engine without counters."""
+        pinned = self.capability is not Capability.RELAY
+        return self.experience.on_stock_slots(slots, self._running.values(), now, pinned=pinned)
+
+    def on_answer(self, lease: Lease, generated: int, seconds: float) -> None:
+        """An answer tells that so many tokens came, the last of them ``seconds`` after the first."""
+        if not lease.ended:
+            pinned = self.capability is not Capability.RELAY
+            self.experience.on_answer(lease, generated, seconds, pinned=pinned)
+
+    def session_in(self, slot: SlotId) -> Session | None:
+        """Whose conversation the engine's slot is known to hold."""
+        if self.capability is Capability.RELAY:
+            tag = self.experience.stock.tag_of(slot)
+            return next((session for session in self.sessions if tag and session.lease == tag), None)
+        return self.board.slots[slot].session if slot < len(self.board.slots) else None
+
+    @property
+    def queue_depth(self) -> int:
+        """Requests that wait for slots."""
+        return len(self._waiting)
+
+    @property
+    def silent(self) -> bool:
+        """Whether a request runs whose client gets nothing until it is over."""
+        return any(not lease.streams for lease in self._running.values())
+
+    @property
+    def running_count(self) -> int:
+        """Slots that work for us, as far as we know."""
+        return sum(len(lease.slots) for lease in self._running.values())
 
     # -- requests ----------------------------------------------------------------------------------------
 
@@ -225,6 +273,8 @@ class ControlPlane:
         if lease.session is not None:
             lease.session.running = False
             lease.session.last_seen = now
+            if content is Content.OLD and lease.session.lease == lease.lease_id:
+                lease.session.lease = lease.before  # the slot holds what that one left
         if not clean:
             return [AwaitIdle(lease, stop)]
         return self._free(lease, now, content)
@@ -296,6 +346,8 @@ class ControlPlane:
         lease = Lease(LeaseId(self._next_lease), placement.slots, session, placement.continues, now)
         lease.evicted = session is not None and session.taken
         self._next_lease += 1
+        if session is not None:
+            lease.before, session.lease = session.lease, lease.lease_id
         self.board.take(placement, lease.lease_id, session, ask)
         self._running[lease.lease_id] = lease
         return lease

@@ -9,15 +9,16 @@ Rule 3: what is remembered is bounded: sessions out of use are forgotten, and be
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from polykv_proxy.core.rates import DecodeRate
 from polykv_proxy.core.types import SessionId
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from polykv_proxy.core.types import PoolId, Scope, SlotId
+    from polykv_proxy.core.types import LeaseId, PoolId, Scope, SlotId
 
 SESSION_IDLE_S = 300.0
 """Seconds without a request after which a session that no slot holds is over."""
@@ -50,7 +51,13 @@ class Session:
     turns: int = 0
     last_seen: float = 0.0
     ttft_s: float | None = None
-    """Of the last answer: arrival at the proxy to first byte relayed."""
+    """Of the last streamed answer: arrival at the proxy to first byte relayed."""
+    lease: LeaseId | None = None
+    """Its last request that the engine did something for."""
+    context_tokens: int | None = None
+    """Tokens of the conversation after its last answer, where the answer told."""
+    rate: DecodeRate = field(default_factory=DecodeRate)
+    """How fast tokens come to it."""
 
 
 class SessionBook:

@@ -121,6 +121,8 @@ class SlotSample:
     pool_uid: PoolUid
     ctx_tokens: int
     """The slot's window."""
+    last_token_s: float | None = None
+    """Seconds of the engine's clock at which the last token was accepted; None if it did not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +148,8 @@ class EngineSample:
     """Tasks that wait inside the engine; stays 0 when every request is sent to an idle slot."""
     slots: tuple[SlotSample, ...]
     pools: tuple[PoolSample, ...]
+    clock_s: float | None = None
+    """Seconds of the engine's clock at which it was taken; None if the engine did not say."""
 
     @property
     def cells_free(self) -> int:

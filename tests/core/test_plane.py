@@ -24,12 +24,16 @@ from polykv_proxy.core.decisions import Admit, AttachPlan, AwaitIdle, Queue, Rej
 from polykv_proxy.core.plane import ControlPlane
 from polykv_proxy.core.planner import Wanted
 from polykv_proxy.core.slots import Ask, Content
+from polykv_proxy.core.stock import SlotLook
 from polykv_proxy.core.types import (
     Capability,
+    EngineSample,
     PoolState,
     PoolUid,
     Scope,
     SlotId,
+    SlotSample,
+    SlotState,
     as_tokens,
 )
 from polykv_proxy.errors import (
@@ -820,3 +824,85 @@ def test_only_the_cells_of_a_patched_engine_are_counted():
     assert ControlPlane(max_waiting=1).cells_total is None
     assert serving().cells_total == 1000
     assert copying().cells_total is None
+
+
+# -- rates ------------------------------------------------------------------------------------------------
+
+
+def counters(plane, tag, generated, at, *, epoch="e1"):
+    """The sampler reads: what slot 0 has done for a lease."""
+    slot = SlotSample(SlotId(0), SlotState.GEN, tag, tag, generated, 0, 0, 0, 0, 0, 100, at)
+    sample = EngineSample(epoch, 50.0 + at, 0, 1000, 0, (slot,), (), at)
+    plane.on_sample(sample)
+    return plane.on_counters(sample)
+
+
+def test_tokens_of_a_request_are_its_sessions():
+    """Until another engine is there, whose counters start anew."""
+    plane = serving()
+    lease = request(plane, 1).lease
+    for step in range(3):
+        progress = counters(plane, lease.lease_id, 20 * step, float(step))
+    assert progress.generated == 20
+    assert lease.session.rate.tps == pytest.approx(20.0)
+    assert counters(plane, lease.lease_id, 900, 3.0, epoch="other").generated == 0
+    ready(plane, "e2")
+    assert counters(plane, 0, 7, 0.0, epoch="e2").generated == 0
+    assert plane.experience.book.generated_total == 40
+
+
+def test_an_answers_own_account_counts_while_its_lease_lasts():
+    """A lease that ended is of another engine, or was accounted for."""
+    plane = serving()
+    lease = request(plane, 1).lease
+    plane.on_answer(lease, 41, 1.0)
+    assert lease.session.rate.tps == pytest.approx(40.0)
+    plane.on_finished(lease, 2.0, clean=True, content=Content.NEW)
+    plane.on_answer(lease, 4001, 1.0)
+    assert lease.session.rate.tps == pytest.approx(40.0)
+
+
+def test_a_refused_turn_leaves_the_session_its_last_reading():
+    """The slot holds what the turn before left, and the counters still name that one."""
+    plane = serving()
+    first = request(plane, 1, 2, name="a").lease
+    plane.on_finished(first, 1.0, clean=True, content=Content.NEW)
+    second = request(plane, 1, 2, 3, name="a").lease
+    assert (second.session, second.session.lease) == (first.session, second.lease_id)
+    plane.on_finished(second, 2.0, clean=True, content=Content.OLD)
+    assert first.session.lease == first.lease_id
+    third = request(plane, 1, 2, 3, name="a").lease
+    plane.on_finished(third, 3.0, clean=True, content=Content.NEW)
+    assert first.session.lease == third.lease_id
+
+
+def test_whose_slot_it_is():
+    """The board says so where requests are pinned; elsewhere only a certain match does."""
+    plane = serving()
+    lease = request(plane, 1).lease
+    assert plane.session_in(SlotId(0)) is lease.session
+    assert plane.session_in(SlotId(1)) is plane.session_in(SlotId(99)) is None
+    stock = serving(capability=Capability.RELAY)
+    lease = request(stock, 1, now=1.0).lease
+    assert stock.session_in(SlotId(0)) is None
+    stock.on_stock_slots([SlotLook(slot=SlotId(0), working=False)], 0.5)
+    stock.on_stock_slots(
+        [SlotLook(slot=SlotId(1), working=True, task=4), SlotLook(slot=SlotId(0), working=False)], 2.0
+    )
+    assert stock.session_in(SlotId(1)) is lease.session
+    assert stock.session_in(SlotId(0)) is None
+    stock.on_answer(lease, 21, 1.0)
+    assert lease.session.rate.tps == pytest.approx(20.0)
+
+
+def test_how_much_is_at_work():
+    """Slots, those whose clients get nothing yet, and those who wait."""
+    plane = serving(slots=3)
+    assert (plane.running_count, plane.silent, plane.queue_depth) == (0, False, 0)
+    one = request(plane, 1, slots=2).lease
+    two = request(plane, 2).lease
+    one.streams = True
+    request(plane, 3)
+    assert (plane.running_count, plane.silent, plane.queue_depth) == (3, True, 1)
+    two.streams = True
+    assert not plane.silent

@@ -1,0 +1,147 @@
+"""Claims about ``core.experience``: tokens go to whose they are, and context is what is left."""
+
+import pytest
+
+from polykv_proxy.core.decisions import Lease
+from polykv_proxy.core.experience import (
+    Context,
+    Experience,
+    compaction_pressure,
+    context_of,
+    headroom,
+    pressure,
+)
+from polykv_proxy.core.sessions import SessionBook
+from polykv_proxy.core.slots import SlotBoard
+from polykv_proxy.core.stock import SlotLook
+from polykv_proxy.core.types import (
+    EngineFacts,
+    EngineSample,
+    LeaseId,
+    Scope,
+    SlotId,
+    SlotSample,
+    SlotState,
+)
+
+FACTS = EngineFacts("e", slots=2, max_pools=2, cells=1000, ctx_tokens=400, bytes_per_cell=1, build="b")
+
+
+def slot_sample(number=0, tag=0, generated=0, at=0.0, tokens=0, state=SlotState.GEN):
+    """One slot's counters."""
+    return SlotSample(SlotId(number), state, tag, tag, generated, 0, 0, tokens, 0, 0, 400, last_token_s=at)
+
+
+def sample(*slots, clock=0.0, used=100):
+    """An engine's counters."""
+    return EngineSample("e", clock + 50.0, used, 1000, 0, slots, (), clock_s=clock)
+
+
+@pytest.fixture
+def session():
+    """A session in slot 0, whose last request is lease 5."""
+    session = SessionBook().begin(Scope("s"), "agent", now_ts=0.0)
+    session.slot, session.lease = SlotId(0), LeaseId(5)
+    return session
+
+
+@pytest.fixture
+def board(session):
+    """Where it lives."""
+    board = SlotBoard(2)
+    board.slots[0].session = session
+    return board
+
+
+def test_tokens_of_its_own_request_are_a_sessions(session, board):
+    """And those of the request that the slot ran before are not."""
+    experience = Experience()
+    for step in range(4):
+        experience.on_sample(
+            sample(slot_sample(tag=4, generated=20 * step, at=float(step)), clock=float(step)), board
+        )
+    assert session.rate.tps is None
+    for step in range(4):
+        reading = sample(slot_sample(tag=5, generated=60 + 30 * step, at=9.0 + step), clock=9.0 + step)
+        experience.on_sample(reading, board)
+    assert session.rate.tps == pytest.approx(30.0)
+    assert experience.book.generated_total == 150
+    experience.reset()
+    assert experience.book.taken_at is None
+
+
+def test_an_answer_tells_what_it_took(session, board):
+    """In the slot that it is pinned to; without a session it is nobody's."""
+    experience = Experience()
+    lease = Lease(LeaseId(5), (SlotId(0),), session, continues=False, granted_at=0.0)
+    experience.on_answer(lease, 41, 2.0, pinned=True)
+    experience.on_answer(lease, 41, 2.0, pinned=True)
+    assert session.rate.tps == pytest.approx(20.0)
+    nobody = Lease(LeaseId(6), (SlotId(1),), None, continues=False, granted_at=0.0)
+    experience.on_answer(nobody, 41, 1.0, pinned=True)
+    experience.on_answer(Lease(LeaseId(7), (SlotId(1),), session, False, 0.0), 1, 0.5, pinned=True)
+    assert session.rate.tps == pytest.approx(20.0), "one token is no interval"
+
+
+def test_without_the_patch(session):
+    """The only request is the only task's; an answer in an unknown slot still tells its own rate."""
+    experience = Experience()
+    lease = Lease(LeaseId(5), (SlotId(0),), session, continues=False, granted_at=0.5)
+
+    def look(now, *slots):
+        return experience.on_stock_slots(slots, [lease], now)
+
+    look(0.0, SlotLook(slot=SlotId(0), working=False))
+    for step in range(3):
+        look(1.0 + step, SlotLook(slot=SlotId(0), working=True, task=3, generated=1 + 25 * step))
+    assert session.rate.tps == pytest.approx(25.0)
+    experience.on_answer(lease, 76, 3.0, pinned=False)
+    assert session.rate.tps == pytest.approx(25.0)
+    assert look(4.0, SlotLook(slot=SlotId(0), working=False, task=3)).generated == 25
+    unknown = Lease(LeaseId(6), (SlotId(0),), session, continues=False, granted_at=5.0)
+    experience.on_answer(unknown, 1001, 10.0, pinned=False)
+    assert session.rate.tps == pytest.approx(100.0, rel=0.01)
+    before = session.rate.tps
+    experience.on_answer(unknown, 0, 10.0, pinned=False)
+    assert session.rate.tps == before
+
+
+def test_context_is_of_the_sessions_own_request(session):
+    """The window or the free cells, whichever is nearer; null while the slot shows somebody else's."""
+    shown = sample(slot_sample(tag=5, tokens=150), used=100)
+    assert context_of(session, shown, FACTS) == Context(150, 400, 250)
+    assert context_of(session, sample(slot_sample(tag=5, tokens=150), used=900), FACTS).headroom == 100
+    assert context_of(session, sample(slot_sample(tag=4, tokens=150)), FACTS) == Context(None, 400, None)
+    session.slot = None
+    assert context_of(session, shown, FACTS) == Context(None, 400, None)
+
+
+def test_context_without_counters(session):
+    """As of the last answer, if that told."""
+    assert context_of(session, None, FACTS) == Context(None, 400, None)
+    session.context_tokens = 390
+    assert context_of(session, None, FACTS) == Context(390, 400, 10)
+    assert context_of(session, None, None) == Context(390, None, None)
+
+
+def test_headroom_is_never_negative():
+    """A conversation at its end has none left."""
+    assert headroom(400, 400, None) == 0
+    assert headroom(410, 400, sample(used=1000)) == 0
+    assert headroom(None, 400, None) is headroom(4, None, None) is None
+
+
+@pytest.mark.parametrize(
+    ("used", "tokens", "use", "advisable"),
+    [(0, 0, 0.0, 0.0), (700, 0, 0.7, 0.0), (850, 40, 0.85, 0.5), (100, 400, 1.0, 1.0), (1000, 0, 1.0, 1.0)],
+)
+def test_pressure_is_the_nearest_wall(used, tokens, use, advisable):
+    """Cells, or the window of the largest session; advice starts at 0.7."""
+    found = pressure(sample(slot_sample(tokens=tokens), slot_sample(1), used=used))
+    assert found == pytest.approx(use)
+    assert compaction_pressure(found) == pytest.approx(advisable)
+
+
+def test_pressure_of_an_unknown_engine():
+    """Nobody knows."""
+    assert pressure(None) is compaction_pressure(None) is None
