@@ -25,21 +25,25 @@ from polykv_proxy.api.journal import Journal
 from polykv_proxy.api.merged import Merged
 from polykv_proxy.api.requests import RequestsApi
 from polykv_proxy.api.routes import Handlers, Routes, render_error
+from polykv_proxy.api.scrape import Scrape
 from polykv_proxy.api.status import Status
+from polykv_proxy.api.tps import TpsApi
 from polykv_proxy.core.decisions import PoolPolicy
 from polykv_proxy.core.plane import ControlPlane
 from polykv_proxy.edge.inproc import InProcess
 from polykv_proxy.edge.server import Edge
 from polykv_proxy.edge.tasks import TaskSet
 from polykv_proxy.edge.upstream import Upstream
+from polykv_proxy.engine import build
 from polykv_proxy.engine.address import EngineAddress
 from polykv_proxy.engine.attached import Attached
 from polykv_proxy.engine.client import EngineClient
 from polykv_proxy.engine.launch import slot_folder, spec_from
 from polykv_proxy.engine.poolfiles import CopyLimits
 from polykv_proxy.engine.supervisor import Supervisor
-from polykv_proxy.errors import ConfigError, EngineStartError
+from polykv_proxy.errors import BuildError, ConfigError, EngineStartError
 from polykv_proxy.fleet import Engine, Fleet
+from polykv_proxy.metrics import Exposition
 from polykv_proxy.pooling import Pooling
 from polykv_proxy.runtime import Runtime
 from polykv_proxy.telemetry import configure_logging
@@ -98,7 +102,12 @@ class Proxy:
             control = ControlApi(fleet, guard, shared=settings.share_across_keys)
             advice = Advice(fleet.first.plane.policy)
             journal = Journal(settings.requests.keep, Runtime.now_ts)
-            further = [*advice.routes(control.sees), *RequestsApi(journal.book, control.sees).routes()]
+            tps = TpsApi(fleet, control.sees, interval_s=settings.telemetry.tps_interval_s)
+            further = [
+                *advice.routes(control.sees),
+                *RequestsApi(journal.book, control.sees).routes(),
+                *tps.routes(),
+            ]
             inside = await stack.enter_async_context(
                 InProcess(control.application(settings.max_body_bytes, further))
             )
@@ -118,6 +127,7 @@ class Proxy:
             stack.push_async_callback(_stop, starts)
             edge = Edge(routes.handle, render_error=render_error)
             stack.push_async_callback(edge.close, settings.drain_s)
+            stack.callback(tps.close)
             await self._listen(edge)
             self._stack = stack.pop_all()
         return self
@@ -173,8 +183,8 @@ async def _prepare(
 
     process = _process(settings, number, on_state)
     process.prepare()
-    key = settings.engine.api_key
-    client = EngineClient(process.address, None if key is None else key.get_secret_value())
+    key = None if settings.engine.api_key is None else settings.engine.api_key.get_secret_value()
+    client = EngineClient(process.address, key)
     await stack.enter_async_context(client)
     plane = ControlPlane(
         max_waiting=settings.queue.max_depth, policy=PoolPolicy(**settings.pools.model_dump()), number=number
@@ -182,7 +192,7 @@ async def _prepare(
     runtime = Runtime(plane, client, tasks, name, copies=_copies(settings, number))
     upstream = Upstream(_dial_text(process.address))
     stack.callback(upstream.close)
-    engine = Engine(number, name, runtime, Pooling(runtime), upstream)
+    engine = Engine(number, name, runtime, Pooling(runtime), upstream, key, _patch(settings))
     return _Start(engine, process, settings.engine.stop_deadline_s)
 
 
@@ -210,12 +220,32 @@ def assemble(  # noqa: PLR0913 - the parts of a proxy
     handlers = [
         Handlers(
             Inference(engine.runtime, engine.pooling, engine.upstream, advice, settings),
-            Status(engine.runtime, engine.upstream, guard),
+            Status(
+                engine.runtime,
+                engine.upstream,
+                guard,
+                shared=settings.share_across_keys,
+                patch=engine.patch,
+            ),
         )
         for engine in fleet
     ]
+    scrape = None
+    if settings.telemetry.metrics:
+        exposition = Exposition()
+        for engine in fleet:
+            exposition.add(engine.name, engine.runtime.metrics)
+        scrape = Scrape(fleet, guard, exposition)
     return Routes(
-        fleet, handlers, Merged(fleet), control, settings, advice=advice, journal=journal, hold_s=hold_s
+        fleet,
+        handlers,
+        Merged(fleet),
+        control,
+        settings,
+        advice=advice,
+        journal=journal,
+        hold_s=hold_s,
+        scrape=scrape,
     )
 
 
@@ -223,6 +253,16 @@ def _copies(settings: Settings, number: int) -> CopyLimits:
     """What is allowed for pools as slot files; the folder of an engine of somebody else's is not ours."""
     engine = settings.engine
     return CopyLimits(engine.max_pools, None if engine.url else slot_folder(settings, number))
+
+
+def _patch(settings: Settings) -> str | None:
+    """Identity of the patches in an engine, if it is one that this version built."""
+    try:
+        engine = build.installed(settings.cache_path)
+    except BuildError:
+        return None
+    ours = settings.engine.url is None and settings.engine.binary == engine.binary
+    return engine.manifest.series[:12] if ours else None
 
 
 def _process(

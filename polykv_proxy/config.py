@@ -196,6 +196,16 @@ class LogSettings(_Section):
     """``console`` for people, ``json`` for collectors: one object a line."""
 
 
+class TelemetrySettings(_Section):
+    """What the proxy tells about itself while it runs."""
+
+    metrics: bool = True
+    """Whether ``/metrics`` has our series behind the engine's. Off: it is the engine's alone."""
+
+    tps_interval_s: PositiveSeconds = 0.5
+    """Seconds between two documents of the ``/polykv/tps`` stream."""
+
+
 class Settings(BaseSettings):
     """Everything a deployment decides. :func:`load` reads the sources; the class by itself reads none."""
 
@@ -239,6 +249,7 @@ class Settings(BaseSettings):
     """Seconds that running requests may finish in after SIGTERM."""
 
     log: LogSettings = LogSettings()
+    telemetry: TelemetrySettings = TelemetrySettings()
     queue: QueueSettings = QueueSettings()
     pools: PoolSettings = PoolSettings()
     requests: RequestSettings = RequestSettings()

@@ -32,6 +32,10 @@ class Engine:
     runtime: Runtime
     pooling: Pooling
     upstream: Upstream
+    key: str | None = None
+    """What it demands of its clients."""
+    patch: str | None = None
+    """Identity of the patches that it was built with, where that is known."""
 
     @property
     def plane(self) -> ControlPlane:

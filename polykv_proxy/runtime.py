@@ -13,7 +13,7 @@ import hashlib
 import json
 import time
 from time import monotonic
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import structlog
 
@@ -21,6 +21,7 @@ from polykv_proxy.core.decisions import Admit, AwaitIdle, Command, Lease, Queue,
 from polykv_proxy.core.slots import Ask, Content
 from polykv_proxy.core.types import (
     Capability,
+    EngineSample,
     PoolNumber,
 )
 from polykv_proxy.engine.backend import LAUNCH_GRACE_S, Patched, Relaying
@@ -31,13 +32,15 @@ from polykv_proxy.errors import (
     SaturatedError,
     UnavailableError,
 )
+from polykv_proxy.metrics import Metrics
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
     from typing import Any
 
     from polykv_proxy.core.plane import ControlPlane
-    from polykv_proxy.core.types import EngineFacts, EngineSample, LeaseId, SlotId
+    from polykv_proxy.core.stock import SlotLook
+    from polykv_proxy.core.types import EngineFacts, LeaseId, SlotId
     from polykv_proxy.edge.tasks import TaskSet
     from polykv_proxy.engine.backend import Backend
     from polykv_proxy.engine.client import EngineClient
@@ -49,6 +52,13 @@ log = structlog.get_logger(__name__)
 IDLE_POLL_S = 0.05
 """Between two looks at an abandoned request's slot."""
 
+QUIET_POLL_S = 1.5
+"""The same on an engine without the patch, which looks at a closed connection only after a second in which
+nobody asked it anything."""
+
+SILENCE_S = 0.25
+"""Without an answer to a look after which the engine counts as starved."""
+
 SELF_TEST_TOKENS = 48
 FRESH_S = 0.1
 """Age up to which a sample serves readers who want the present; bounds polling whatever they do."""
@@ -56,6 +66,8 @@ FRESH_S = 0.1
 RETRY_READY_S = 1.0
 
 T = TypeVar("T")
+
+_Counts: TypeAlias = "EngineSample | list[SlotLook] | None"
 
 
 class Pending:
@@ -107,6 +119,7 @@ class Runtime:
     ) -> None:
         self.plane = plane
         self.client = client
+        self.metrics = Metrics(plane)
         self.backend: Backend = Relaying(client)
         self._copies = copies
         self.status: EngineStatus | None = None
@@ -123,6 +136,8 @@ class Runtime:
         """Slots in which nothing may begin until the future is done."""
         self._sampling: asyncio.Future[EngineSample] | None = None
         self._changed_at = 0.0
+        self._looked_at = 0.0
+        self._silence: asyncio.TimerHandle | None = None
         self._ready_task: asyncio.Task[None] | None = None
 
     @staticmethod
@@ -177,6 +192,8 @@ class Runtime:
                 log.warning("engine_not_understood", engine=self.name, reason=error.message)
                 await asyncio.sleep(RETRY_READY_S)
                 continue
+            if self.plane.facts is not None and (not facts.epoch or facts.epoch != self.epoch):
+                self.metrics.on_restart()
             digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
             capability = backend.capability
             log.info(
@@ -187,8 +204,10 @@ class Runtime:
                 slots=facts.slots,
                 cells=facts.cells,
             )
+            first = await self._counts(capability)  # before anybody's tokens come
             self.backend = backend
             self._perform(self.plane.on_engine_ready(facts, capability, reason, digest, monotonic()))
+            self._take_counts(first)
             self.serving.set()
             return
 
@@ -281,6 +300,7 @@ class Runtime:
         decision = self.plane.on_request(ask, monotonic(), now_ts=self.now_ts(), conversation=conversation)
         match decision:
             case Admit(lease):
+                self.metrics.on_admission("admitted", 0.0)
                 self.sampled.set()
                 return Pending(self, None, lease)
             case Queue(ticket):
@@ -289,11 +309,14 @@ class Runtime:
                 self._waiters[id(ticket)] = pending
                 return pending
             case Reject(code, message):
+                self.metrics.on_admission("rejected")
                 raise SaturatedError(message, code=code, retry_after_s=2)
 
     def gave_up(self, ticket: Ticket) -> None:
         """See ``Pending.give_up``."""
         self._waiters.pop(id(ticket), None)
+        if ticket.lease is None:
+            self.metrics.on_admission("gave_up")
         self._perform(self.plane.on_gave_up(ticket, monotonic()))
 
     def finish(self, lease: Lease, *, clean: bool, content: Content, stop: bool = True) -> None:
@@ -339,6 +362,7 @@ class Runtime:
                     if pending is None or pending.woken is None or ticket.lease is None:
                         self._perform(self.plane.on_gave_up(ticket, monotonic()))
                     else:
+                        self.metrics.on_admission("queued", monotonic() - ticket.since)
                         pending.woken.set_result(ticket.lease)
                 case AwaitIdle(lease, stop):
                     self.spawn(self._await_idle(lease, stop=stop))
@@ -356,7 +380,8 @@ class Runtime:
                     break
             except PolyKVError as error:
                 log.debug("abandoned_request_poll_failed", reason=error.message)
-            await asyncio.sleep(IDLE_POLL_S)
+            patched = self.backend.capability is Capability.ZERO_COPY
+            await asyncio.sleep(IDLE_POLL_S if patched else QUIET_POLL_S)
         if (act := self.after_idle.pop(lease.lease_id, None)) is not None:
             await act()
         self._perform(self.plane.on_slots_idle(lease, monotonic(), content))
@@ -381,6 +406,57 @@ class Runtime:
             return await asyncio.shield(self._sampling)
         except PolyKVError:
             return self.plane.sample
+
+    async def look(self, max_age_s: float) -> None:
+        """The sampler's look: what came since the last one goes into the rates.
+
+        Only this counts for them: whoever else reads the engine, and how often, changes no rate.
+        """
+        plane = self.plane
+        if not plane.serving:
+            return
+        counts: _Counts
+        self._notice_silence()
+        try:
+            if plane.capability is Capability.ZERO_COPY:
+                counts = await self.sample(max_age_s)
+                if counts is not None and counts.taken_at <= self._looked_at:
+                    counts = None  # the last one, still published
+            else:
+                counts = await self._counts(plane.capability)
+        finally:
+            if self._silence is not None:
+                self._silence.cancel()
+        if counts is None:
+            self.metrics.on_stale_sample()
+        else:
+            self._take_counts(counts)
+
+    def _notice_silence(self) -> None:
+        """Tell the rates, again and again, that the engine has not answered yet."""
+
+        def still() -> None:
+            self.plane.experience.book.on_silence(monotonic())
+            self._notice_silence()
+
+        self._silence = asyncio.get_running_loop().call_later(SILENCE_S, still)
+
+    async def _counts(self, capability: Capability) -> _Counts:
+        """What an engine says it has done; None when it says nothing."""
+        try:
+            if capability is Capability.ZERO_COPY:
+                return await self.client.counters()
+            return await self.client.stock_slots()
+        except PolyKVError as error:
+            log.debug("no_counters", reason=error.message)
+            return None
+
+    def _take_counts(self, counts: _Counts) -> None:
+        if isinstance(counts, EngineSample):
+            self.metrics.on_progress(self.plane.on_counters(counts))
+        elif counts is not None:
+            self.metrics.on_progress(self.plane.on_stock_slots(counts, monotonic()))
+        self._looked_at = monotonic()
 
     async def _take_sample(self, result: asyncio.Future[EngineSample]) -> None:
         try:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -61,6 +62,24 @@ class Slot:
     task: int = -1
     tag: int = 0
     running: bool = False
+    decoded: int = 0
+    """Tokens of the current or last task."""
+    computed: int = 0
+    reused: int = 0
+    gen_total: int = 0
+    prompt_total: int = 0
+    cached_total: int = 0
+    last_token_us: int = 0
+
+    def empty(self) -> None:
+        """Nothing is held any more; what was counted stays."""
+        self.tokens, self.cells, self.shared, self.pool_uid = [], [], 0, 0
+
+    def count(self) -> None:
+        """One token more."""
+        self.decoded += 1
+        self.gen_total += 1
+        self.last_token_us = _now_us()
 
 
 class FakePolykv(FakeEngine):
@@ -82,6 +101,7 @@ class FakePolykv(FakeEngine):
         overlaps: requests that came to a slot that was at work.
         cancelled: tasks that were cancelled on purpose.
         broken: routes, by path, with what they answer instead: (status, body).
+        slow: routes, by path, that wait for an event before they answer.
         renders: how a chat body becomes text.
         reuses: whether slots keep what a next prompt agrees with; off, they are always computed anew.
         damage: what attaching gets wrong: ``reuse``, ``share`` or ``leak``.
@@ -105,6 +125,7 @@ class FakePolykv(FakeEngine):
         self.overlaps: list[Recorded] = []
         self.cancelled: list[int] = []
         self.broken: dict[str, tuple[int, bytes]] = {}
+        self.slow: dict[str, asyncio.Event] = {}
         self.renders: Callable[[dict[str, Any]], str] = _render
         self.props |= {"total_slots": slots}
         self.reuses = False
@@ -146,6 +167,8 @@ class FakePolykv(FakeEngine):
 
     @web.middleware
     async def _break(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        if request.path in self.slow:
+            await self.slow[request.path].wait()
         if request.path in self.broken:
             status, body = self.broken[request.path]
             return web.Response(status=status, body=body, content_type="application/json")
@@ -177,12 +200,13 @@ class FakePolykv(FakeEngine):
         slots = [
             {
                 "id": number,
-                "state": "gen" if slot.running else "idle",
+                "state": self._state(slot),
                 "id_task": slot.task,
                 "tag": slot.tag,
-                "n_gen_total": 0,
-                "n_prompt_total": 0,
-                "n_cached_total": 0,
+                "n_gen_total": slot.gen_total,
+                "n_prompt_total": slot.prompt_total,
+                "n_cached_total": slot.cached_total,
+                "t_gen_last_us": slot.last_token_us,
                 "n_tokens": len(slot.tokens),
                 "n_pool_shared": slot.shared,
                 "n_ctx": 1024,
@@ -196,12 +220,39 @@ class FakePolykv(FakeEngine):
         ]
         kv = {"n_cells": CELLS, "n_used": used}
         return web.json_response(
-            {"epoch": self.epoch, "n_deferred": 0, "kv": kv, "slots": slots, "pools": pools}
+            {
+                "t_us": _now_us(),
+                "epoch": self.epoch,
+                "n_deferred": 0,
+                "kv": kv,
+                "slots": slots,
+                "pools": pools,
+            }
         )
+
+    @staticmethod
+    def _state(slot: Slot) -> str:
+        if not slot.running:
+            return "idle"
+        return "gen" if slot.decoded else "prompt"
 
     async def _slots(self, _request: web.Request) -> web.Response:
         return web.json_response(
-            [{"id": number, "is_processing": slot.running} for number, slot in enumerate(self.sequences)]
+            [
+                {
+                    "id": number,
+                    "n_ctx": 1024,
+                    "is_processing": slot.running,
+                    "id_task": slot.task,
+                    "n_prompt_tokens": len(slot.tokens),
+                    "n_prompt_tokens_processed": slot.computed if slot.running else 0,
+                    "n_prompt_tokens_cache": slot.reused if slot.running else 0,
+                    "next_token": [{"n_decoded": slot.decoded if slot.running else 0}],
+                }
+                if slot.task >= 0
+                else {"id": number, "n_ctx": 1024, "is_processing": False}
+                for number, slot in enumerate(self.sequences)
+            ]
         )
 
     async def _count(self, request: web.Request) -> web.Response:
@@ -267,7 +318,7 @@ class FakePolykv(FakeEngine):
     async def _slot_action(self, request: web.Request) -> web.Response:
         answer = await super()._slot_action(request)
         if request.query.get("action") == "erase":
-            self.sequences[int(request.match_info["slot"])] = Slot()
+            self.sequences[int(request.match_info["slot"])].empty()
         return answer
 
     @property
@@ -289,7 +340,8 @@ class FakePolykv(FakeEngine):
 
     def _begin(self, slot: Slot, tag: int) -> None:
         slot.task, slot.tag, slot.running = self._next_task, tag, True
-        slot.tokens, slot.cells, slot.shared, slot.pool_uid = [], [], 0, 0
+        slot.decoded = slot.computed = slot.reused = 0
+        slot.empty()
         self._next_task += 1
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
@@ -319,19 +371,28 @@ class FakePolykv(FakeEngine):
             if script.fault == "die_in_prompt":
                 return _die(request)
             self._compute(slot, tokens)
+            slot.computed, slot.reused = len(tokens) - cached, cached
+            slot.prompt_total += slot.computed
+            slot.cached_total += slot.reused
             script = replace(script, cache_n=cached, prompt_n=len(tokens) - cached)
             if recorded in self.work:  # not the self-test
                 await self.gate.wait()
-            return await self._answer(request, recorded, script)
+            return await self._answer(request, recorded, script, slot)
         finally:
             if slot.task == task:
                 slot.running = False
 
-    async def _answer(self, request: web.Request, recorded: Recorded, script: Script) -> web.StreamResponse:
+    async def _answer(
+        self, request: web.Request, recorded: Recorded, script: Script, slot: Slot
+    ) -> web.StreamResponse:
         if script.fault == "die_before_head":
             return _die(request)
         body = recorded.json if recorded.body.startswith(b"{") else {}
         if not body.get("stream"):
+            for _ in range(script.tokens):
+                slot.count()
+                if script.token_delay_s:
+                    await asyncio.sleep(script.token_delay_s)
             return web.json_response(_whole(recorded.path, script) | script.extra)
         answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await answer.prepare(request)
@@ -343,6 +404,8 @@ class FakePolykv(FakeEngine):
                 break
             if number and script.token_delay_s:
                 await asyncio.sleep(script.token_delay_s)
+            if number < script.tokens:
+                slot.count()
             await answer.write(event)
         await answer.write_eof()
         return answer
@@ -374,6 +437,10 @@ class FakePolykv(FakeEngine):
         if self.damage != "share":
             slot.shared, slot.pool_uid = cached, pool.uid if cached else 0
         return 0 if self.damage == "reuse" else cached
+
+
+def _now_us() -> int:
+    return int(time.monotonic() * 1e6)
 
 
 def agreeing(one: list[int], other: list[int]) -> int:

@@ -88,6 +88,7 @@ class FakeStock(FakePolykv):
             shown.append({"id": number, "is_processing": slot.running, "n_prompt_tokens": len(slot.tokens)})
             if slot.task >= 0:
                 shown[-1]["id_task"] = slot.task
+                shown[-1]["next_token"] = [{"n_decoded": slot.decoded if slot.running else 0}]
         return web.json_response(shown)
 
     # -- slot files --------------------------------------------------------------------------------------
@@ -161,14 +162,16 @@ class FakeStock(FakePolykv):
                 await self.gate.wait()
             else:
                 script = replace(script, tokens=1)
+            slot.computed, slot.reused = len(tokens) - cached, cached
             script = replace(script, cache_n=cached, prompt_n=len(tokens) - cached)
-            return await self._answer(request, recorded, script)
+            return await self._answer(request, recorded, script, slot)
         finally:
             if slot.task == task:
                 slot.running = False
 
     def _launch(self, slot: Slot, tokens: list[int]) -> int:
         slot.task, slot.running, slot.tokens = self._next_task, True, tokens
+        slot.decoded = slot.computed = slot.reused = 0
         self._next_task += 1
         if self.clears_idle:
             for other in self.sequences:

@@ -1,7 +1,9 @@
 """Claims about ``app``: the parts are joined, start in order and stop in order."""
 
 import asyncio
+import json
 import signal
+from dataclasses import asdict
 
 import aiohttp
 import pytest
@@ -11,7 +13,10 @@ from fake_polykv import FakePolykv
 
 from polykv_proxy import app
 from polykv_proxy.app import Proxy
-from polykv_proxy.config import Settings
+from polykv_proxy.config import Settings, TelemetrySettings
+from polykv_proxy.engine import build
+from polykv_proxy.engine.build import Manifest
+from polykv_proxy.engine.source import read_series
 from polykv_proxy.errors import ConfigError, EngineStartError
 
 
@@ -46,6 +51,48 @@ async def test_settings_that_an_attached_engine_does_not_obey_are_named(engine):
             pass
     (told,) = [entry for entry in logs if entry["event"] == "settings_ignored"]
     assert told["keys"] == ["engine.parallel", "engine.args"]
+
+
+async def test_the_whole_face_is_there(engine):
+    """Rates as a stream that the proxy's end ends, metrics, and status documents with members of ours."""
+    async with aiohttp.ClientSession() as session:
+        async with Proxy(settings(engine)) as proxy:
+            base = f"http://{proxy.address}"
+            await until(proxy.fleet.first.runtime.serving.is_set)
+            for path in ("/slots", "/props"):
+                async with session.get(base + path) as answer:
+                    assert b'"opencoti"' in await answer.read()
+            async with session.get(f"{base}/metrics") as answer:
+                assert b"opencoti_polykv:engine_up 1.0" in await answer.read()
+            stream = await session.get(f"{base}/polykv/tps", headers={"Accept": "text/event-stream"})
+            assert (await stream.content.readline()).startswith(b"data: ")
+        async with asyncio.timeout(20.0):
+            await stream.read()
+
+
+async def test_metrics_can_be_turned_off(engine):
+    """The engine's are left."""
+    quiet = settings(engine).model_copy(update={"telemetry": TelemetrySettings(metrics=False)})
+    async with Proxy(quiet) as proxy, aiohttp.ClientSession() as session:
+        await until(proxy.fleet.first.runtime.serving.is_set)
+        async with session.get(f"http://{proxy.address}/metrics") as answer:
+            assert await answer.text() == engine.metrics
+
+
+def test_the_patches_are_known_of_an_engine_that_we_built(tmp_path):
+    """Not of another binary, nor where none is installed."""
+    home = tmp_path / "engine" / "current"
+    (home / "bin").mkdir(parents=True)
+    ours = Settings(cache_dir=tmp_path, engine={"binary": home / "bin" / "llama-server"})
+    assert app._patch(ours) is None
+    digest = read_series().digest
+    manifest = Manifest(tag="b1", series=digest, source=None, flags="f", cmake_args=(), checked=True)
+    (home / "manifest.json").write_text(json.dumps(asdict(manifest)))
+    for name in ("llama-server", "llama-server-stock"):
+        (home / "bin" / name).touch(mode=0o755)
+    binary = build.installed(tmp_path).binary
+    assert app._patch(Settings(cache_dir=tmp_path, engine={"binary": binary})) == digest[:12]
+    assert app._patch(Settings(cache_dir=tmp_path, engine={"binary": tmp_path / "other"})) is None
 
 
 async def test_the_engines_key_guards_the_control_routes(engine):

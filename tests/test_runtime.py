@@ -365,6 +365,94 @@ async def test_an_engine_without_counters_has_no_samples(proxies):
     assert not rig.engine.of("/polykv/engine/counters")
 
 
+# -- rates ------------------------------------------------------------------------------------------------
+
+
+async def test_tokens_are_counted_from_when_the_engine_is_known(rig):
+    """Nothing that it generates for us is missed, however soon, and nothing is that it did before."""
+    rig.down()
+    rig.engine.restart()
+    sequence = rig.engine.sequences[0]
+    sequence.gen_total = 500
+    await rig.up()
+    sequence.gen_total += 20
+    await rig.runtime.look(0.0)
+    assert rig.runtime.plane.experience.book.generated_total == 20
+
+
+async def test_only_the_samplers_looks_feed_the_rates(rig):
+    """Readings for others publish the picture and leave the rates alone; the same reading counts once."""
+    book = rig.runtime.plane.experience.book
+    await rig.runtime.look(0.0)
+    rig.engine.sequences[0].gen_total += 9
+    looked = book.taken_at
+    sample = await rig.runtime.sample(0.0)
+    assert rig.runtime.plane.sample is sample
+    assert book.taken_at in (looked, sample.taken_at)  # the sampler runs beside
+    await rig.runtime.look(60.0)
+    await rig.runtime.look(0.0)
+    assert book.generated_total == 9
+
+
+async def test_looks_in_vain_are_counted(rig, proxies):
+    """Where the engine serves; one that is down is not asked."""
+    rig.engine.broken["/polykv/engine/counters"] = (500, b"?")
+    before = rig.runtime.metrics.stale_samples
+    await rig.runtime.look(0.0)
+    assert rig.runtime.metrics.stale_samples > before
+    rig.down()
+    before = rig.runtime.metrics.stale_samples
+    await rig.runtime.look(0.0)
+    assert rig.runtime.metrics.stale_samples == before
+    stock = await proxies(max_pools=0)
+    stock.engine.broken["/slots"] = (501, b"{}")
+    before = stock.runtime.metrics.stale_samples
+    await stock.runtime.look(0.0)
+    assert stock.runtime.metrics.stale_samples > before
+
+
+async def test_an_engine_that_keeps_us_waiting_slows_its_readers_down(rig, monkeypatch):
+    """Long before it answers, or fails to."""
+    monkeypatch.setattr(runtime_module, "SILENCE_S", 0.01)
+    rig.engine.script.tokens, rig.engine.script.token_delay_s = 2000, 0.005
+    running = rig.start(CHAT, chat("a", stream=True))
+    await until(lambda: any(session.rate.warm for session in rig.runtime.plane.sessions))
+    (session,) = rig.runtime.plane.sessions
+    before = session.rate.tps
+    rig.engine.slow["/polykv/engine/counters"] = gate = asyncio.Event()
+    await until(lambda: session.rate.tps < before / 2)
+    gate.set()
+    await until(lambda: session.rate.tps > before / 2)
+    running.cancel()
+
+
+async def test_restarts_are_told_from_reconnections(rig):
+    """The same load of the model again is none."""
+    rig.down()
+    await rig.up()
+    assert rig.runtime.metrics.restarts == 0
+    rig.down()
+    rig.engine.restart()
+    await rig.up()
+    assert rig.runtime.metrics.restarts == 1
+
+
+async def test_what_becomes_of_requests_is_counted(rig):
+    """At once, after a wait, given up, refused."""
+    one, _ = take_all(rig)
+    waiting, leaving = rig.runtime.request(Ask(scope="s")), rig.runtime.request(Ask(scope="s"))
+    leaving.give_up()
+    rig.runtime.finish(one, clean=True, content=Content.NEW)
+    assert await waiting.wait(20.0)
+    rig.runtime.plane._max_waiting = 0
+    with pytest.raises(SaturatedError):
+        rig.runtime.request(Ask(scope="s"))
+    counted = rig.runtime.metrics.admissions
+    assert (counted["queued"], counted["gave_up"], counted["rejected"]) == (1, 1, 1)
+    assert counted["admitted"] == 2
+    assert sum(rig.runtime.metrics.queue_wait._counts) == 3
+
+
 # -- pools ------------------------------------------------------------------------------------------------
 
 

@@ -29,6 +29,8 @@ class Usage:
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
     generated_tokens: int | None = None
+    decode_s: float | None = None
+    """Seconds from the first generated token to the last."""
 
     @property
     def context_tokens(self) -> int | None:
@@ -43,7 +45,13 @@ def read_usage(document: dict[str, Any]) -> Usage:
     timings = document.get("timings")
     if isinstance(timings, dict) and "cache_n" in timings:
         cached = timings["cache_n"]
-        return Usage(cached + timings["prompt_n"], cached, timings.get("predicted_n"))
+        decode_ms = timings.get("predicted_ms")
+        return Usage(
+            cached + timings["prompt_n"],
+            cached,
+            timings.get("predicted_n"),
+            None if decode_ms is None else decode_ms / 1000.0,
+        )
     inner = document.get("response") or document.get("message") or document
     usage = inner.get("usage") if isinstance(inner, dict) else None
     if not isinstance(usage, dict):
@@ -173,6 +181,7 @@ class AnswerReader:
             self.usage.prompt_tokens if found.prompt_tokens is None else found.prompt_tokens,
             self.usage.cached_tokens if found.cached_tokens is None else found.cached_tokens,
             self.usage.generated_tokens if found.generated_tokens is None else found.generated_tokens,
+            self.usage.decode_s if found.decode_s is None else found.decode_s,
         )
         if not self._is_last(document):
             return event

@@ -18,6 +18,7 @@ import msgspec
 import structlog
 
 from polykv_proxy.api import asked as asking
+from polykv_proxy.api import views
 from polykv_proxy.api.answer import AnswerReader, Usage
 from polykv_proxy.api.hints import Hints
 from polykv_proxy.api.hold import Hold
@@ -27,6 +28,8 @@ from polykv_proxy.api.overflow import STATUSES, Overflows
 from polykv_proxy.api.recall import Recall
 from polykv_proxy.api.requests import divergence_view
 from polykv_proxy.api.tail import Tail
+from polykv_proxy.core.divergence import Cause
+from polykv_proxy.core.experience import headroom
 from polykv_proxy.core.slots import Content
 from polykv_proxy.core.types import PoolId
 from polykv_proxy.edge.head import HOP_BY_HOP
@@ -87,6 +90,8 @@ class _Work:
     unpooled: str | None = None
     """Why it does not ride on a pool that it named and that is there."""
     lease: Lease | None = None
+    told: bool = False
+    """Whether the answer's own account of itself was taken."""
     boundary: int = 0
     """Leading tokens that others are expected to begin with, as far as the client hinted at any."""
 
@@ -327,6 +332,7 @@ class Inference:
         """Send it to its slot, in the way of its engine; returns when the answer begins."""
         head, lease, backend = work.exchange.head, work.lease, self._runtime.backend
         assert lease is not None
+        lease.streams = work.asked.stream
         work.entry.sent(
             self._recall,
             work.asked,
@@ -401,7 +407,8 @@ class Inference:
         if tail is not None and result.completed:
             usage = tail.usage(stream=stream)
             work.entry.began(tail.beginning())
-        self._account(work, usage, result)
+        self._account(work, usage, result, ttft=tail is not None and work.asked.stream)
+        self._count(work, overflows)
         return result
 
     async def _refused(self, work: _Work, response: UpstreamResponse, overflows: Overflows) -> RelayResult:
@@ -412,10 +419,12 @@ class Inference:
         result = RelayResult(bytes=len(body), completed=True, first_byte_at=monotonic())
         await work.exchange.respond(status, [*headers, *self._headers(work)], body)
         self._account(work, Usage(), result)
+        self._count(work, overflows)
         return result
 
-    @staticmethod
-    async def _refused_late(work: _Work, response: UpstreamResponse, overflows: Overflows) -> RelayResult:
+    async def _refused_late(
+        self, work: _Work, response: UpstreamResponse, overflows: Overflows
+    ) -> RelayResult:
         """The engine refuses a request whose stream is open already: its error becomes the last event."""
         body = await response.read(ERROR_BODY_BYTES)
         try:
@@ -427,6 +436,7 @@ class Inference:
             "type": "server_error",
         }
         await work.hold.fail_with(overflows.in_error(stand_in | members))
+        self._count(work, overflows)
         return RelayResult(completed=True)
 
     def _reader(self, work: _Work, response: UpstreamResponse, *, stream: bool) -> AnswerReader | None:
@@ -442,23 +452,59 @@ class Inference:
             block=lambda usage: self._block(work, usage),
         )
 
-    def _account(self, work: _Work, usage: Usage, result: RelayResult) -> None:
-        """What the answer proves: how long the client waited, and whether the pool was really used."""
+    def _account(self, work: _Work, usage: Usage, result: RelayResult, *, ttft: bool = False) -> None:
+        """What the answer proves: how long the client waited, and whether the pool was really used.
+
+        Args:
+            work: the request.
+            usage: what the engine says that it took.
+            result: how it went.
+            ttft: whether its first byte came with its first token.
+        """
         assert work.lease is not None
+        runtime, plan = self._runtime, work.plan
         first = result.first_byte_at if result.first_byte_at is not None else monotonic()
-        self._runtime.plane.on_first_byte(work.lease, first - work.exchange.arrived_at)
-        work.entry.first_byte(first - work.exchange.arrived_at)
+        waited = first - work.exchange.arrived_at
+        work.entry.first_byte(waited)
+        if ttft and result.first_byte_at is not None:
+            runtime.plane.on_first_byte(work.lease, waited)
+            runtime.metrics.on_first_byte(waited)
         work.entry.answered(usage, result.error)
-        if work.plan is None:
+        self._tell(work, usage)
+        if plan is None:
             return
         cached = usage.cached_tokens
-        if self._runtime.plane.pools.on_attached(work.plan, work.lease.session, cached):
+        if runtime.plane.pools.on_attached(plan, work.lease.session, cached):
+            runtime.metrics.on_recomputed("attach_shortfall", plan.tokens - (cached or 0))
             log.warning(
                 "attach_shortfall",
-                pool_id=work.plan.pool.pool_id,
-                planned_tokens=work.plan.tokens,
+                pool_id=plan.pool.pool_id,
+                planned_tokens=plan.tokens,
                 cached_tokens=cached,
             )
+
+    def _tell(self, work: _Work, usage: Usage) -> None:
+        """The answer's own account of itself goes to its session; telling it again changes nothing."""
+        lease = work.lease
+        if lease is None or lease.session is None or work.told or work.asked.completions != 1:
+            return
+        if usage.context_tokens is not None:
+            lease.session.context_tokens = usage.context_tokens
+        if usage.generated_tokens is not None and usage.decode_s is not None:
+            self._runtime.plane.on_answer(lease, usage.generated_tokens, usage.decode_s)
+            work.told = True
+
+    def _count(self, work: _Work, overflows: Overflows) -> None:
+        """What became of the request, for the metrics."""
+        metrics, record, plan = self._runtime.metrics, work.entry.record, work.plan
+        if overflows.seen is not None:
+            metrics.on_overflow(overflows.seen)
+        elif work.family.pooled and record.prompt_tokens is not None:
+            saved = 0 if plan is None else min(plan.tokens, record.cached_tokens or 0)
+            metrics.on_query(None if plan is None else plan.pool, saved)
+        found = record.divergence
+        if found is not None and found.cause is not Cause.NEW_SESSION and record.prompt_tokens is not None:
+            metrics.on_recomputed(found.cause, record.prompt_tokens - (record.cached_tokens or 0))
 
     def _headers(self, work: _Work) -> Headers:
         assert work.lease is not None
@@ -475,11 +521,9 @@ class Inference:
         """Our block in the answer; unknown is null."""
         assert work.lease is not None
         plane, plan, session = self._runtime.plane, work.plan, work.lease.session
-        used, facts, sample = usage.context_tokens, plane.facts, plane.sample
-        headroom = None
-        if used is not None and facts is not None:
-            free = facts.cells if sample is None else sample.cells_free
-            headroom = max(0, min(facts.ctx_tokens - used, free))
+        self._tell(work, usage)
+        used, facts = usage.context_tokens, plane.facts
+        total = None if facts is None else facts.ctx_tokens
         shared = None
         if plan is not None and usage.cached_tokens is not None:
             shared = min(plan.tokens, usage.cached_tokens)
@@ -489,9 +533,9 @@ class Inference:
             "n_pool_shared": shared,
             "pool_match": None if plan is None else plan.matched,
             "pool_len": None if plan is None else plan.pool.prefix_len,
-            "session_tps": None,
+            "session_tps": None if session is None else views.rounded(session.rate.tps),
             "ctx_used": used,
-            "ctx_headroom_tokens": headroom,
+            "ctx_headroom_tokens": headroom(used, total, plane.sample),
             "backpressure": None,
         }
         if work.unpooled is not None:

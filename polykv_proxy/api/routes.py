@@ -3,7 +3,7 @@
 1. ``/polykv/engine…`` belongs to the proxy's own conversation with the engine: not found here.
 2. ``/polykv/…`` goes to the control application.
 3. What runs in a slot is placed by the proxy.
-4. Status documents get a member of ours; slot actions are checked.
+4. Status documents get members of ours, metrics get our series; slot actions are checked.
 5. With several engines, their health and their models are told in one document each.
 6. Everything else passes through: the body once it is complete, because the engine would keep a thread of
    its few waiting for a slow one; the answer as it streams.
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from polykv_proxy.api import asked as asking
+from polykv_proxy.api import tps
 from polykv_proxy.api.families import INFERENCE, SPREADING, Dialect, Family
 from polykv_proxy.api.identity import our_headers, scope_of, session_name, without_ours
 from polykv_proxy.api.placement import Placement
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from polykv_proxy.api.inference import Inference
     from polykv_proxy.api.journal import Journal
     from polykv_proxy.api.merged import Merged
+    from polykv_proxy.api.scrape import Scrape
     from polykv_proxy.api.status import Status
     from polykv_proxy.config import Settings
     from polykv_proxy.core.types import Tokens
@@ -72,6 +74,7 @@ class Routes:
         advice: what is noticed in requests.
         journal: keeps the records.
         hold_s: seconds a passed-through request waits for an engine.
+        scrape: metrics; None leaves them to the engine.
     """
 
     def __init__(  # noqa: PLR0913 - one argument for each place a request can go
@@ -85,6 +88,7 @@ class Routes:
         advice: Advice,
         journal: Journal,
         hold_s: float,
+        scrape: Scrape | None = None,
     ) -> None:
         self._fleet = fleet
         self._handlers = handlers
@@ -93,6 +97,7 @@ class Routes:
         self._advice = advice
         self._journal = journal
         self._hold_s = hold_s
+        self._scrape = scrape
         self._max_body_bytes = settings.max_body_bytes
         self._shared = settings.share_across_keys
         self._several = len(fleet) > 1
@@ -105,6 +110,8 @@ class Routes:
         if path == "/polykv" or path.startswith("/polykv/"):
             if path.startswith("/polykv/engine"):
                 raise NotFoundError(f"{head.path} does not exist", code="route_not_found")
+            if path == "/polykv/tps":
+                exchange.write_stall_s = tps.STALL_S
             await self._pass(exchange, self._control, head.headers, exchange.body if head.has_body else b"")
             return
         if head.method == "POST" and await self._post(exchange, path):
@@ -145,8 +152,12 @@ class Routes:
             await self._merged.health(exchange)
         elif self._several and path in _MODELS and not exchange.head.query:
             await self._merged.models(exchange)
-        elif path == "/props" and engine.plane.serving:
-            await self._handlers[engine.number].status.props(exchange)
+        elif path == "/metrics" and self._scrape is not None:
+            await self._scrape.handle(exchange)
+        elif path in ("/props", "/slots"):
+            await self._await_engine(engine)
+            status = self._handlers[engine.number].status
+            await (status.props if path == "/props" else status.slots)(exchange)
         else:
             return False
         return True

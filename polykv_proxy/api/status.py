@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qs
 
+import msgspec
+
 from polykv_proxy.api import views
 from polykv_proxy.api.answer import insert_member
-from polykv_proxy.api.identity import without_ours
+from polykv_proxy.api.identity import scope_of, without_ours
 from polykv_proxy.core.slots import Ask, Content
 from polykv_proxy.core.types import Scope, SlotId
 from polykv_proxy.edge.relay import relay
+from polykv_proxy.engine.client import CONTROL_TIMEOUT_S
 from polykv_proxy.errors import BadRequestError, ConflictError, UnavailableError
 
 if TYPE_CHECKING:
     from polykv_proxy.api.guard import Guard
     from polykv_proxy.edge.exchange import Exchange
+    from polykv_proxy.edge.head import Headers, RequestHead, ResponseHead
     from polykv_proxy.edge.upstream import Upstream
     from polykv_proxy.runtime import Runtime
 
@@ -28,33 +33,58 @@ class Status:
     Args:
         runtime: the engine's control plane.
         upstream: the way to the engine.
-        guard: who may use slot actions.
+        guard: who may use slot actions, and who sees everybody's sessions.
+        shared: whether callers with different keys share prefixes.
+        patch: identity of the patches that the engine was built with, where it is known.
     """
 
-    def __init__(self, runtime: Runtime, upstream: Upstream, guard: Guard) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        upstream: Upstream,
+        guard: Guard,
+        *,
+        shared: bool = False,
+        patch: str | None = None,
+    ) -> None:
         self._runtime = runtime
         self._upstream = upstream
         self._guard = guard
+        self._shared = shared
+        self._patch = patch
 
     async def props(self, exchange: Exchange) -> None:
         """``GET /props`` with our ``opencoti`` member."""
-        head = exchange.head
-        response = await self._upstream.send(
-            head.method,
-            head.target,
-            without_ours(head),
-            named=head.connection_named(),
-            on_interim=exchange.interim,
-        )
-        body = await response.read(DOCUMENT_BYTES)
-        if response.head.status == 200 and body.rstrip().endswith(b"}"):
-            body = insert_member(body, "opencoti", views.properties(self._runtime.plane))
-        kept = [
-            field
-            for field in response.head.headers
-            if field[0].lower() not in (b"content-length", b"connection", b"keep-alive", b"transfer-encoding")
-        ]
-        await exchange.respond(response.head.status, kept, body)
+        head, body = await fetch(self._upstream, exchange)
+        if head.status == 200 and body.rstrip().endswith(b"}"):
+            body = insert_member(body, "opencoti", views.properties(self._runtime.plane, self._patch))
+        await exchange.respond(head.status, kept_headers(head), body)
+
+    async def slots(self, exchange: Exchange) -> None:
+        """``GET /slots`` with our ``opencoti`` member in each slot; every other byte stays."""
+        head, body = await fetch(self._upstream, exchange)
+        if head.status == 200:
+            body = self._with_members(body, self._sees(exchange.head))
+        await exchange.respond(head.status, kept_headers(head), body)
+
+    def _with_members(self, body: bytes, scope: Scope | None) -> bytes:
+        """A list of slots, each with a member more; a document that is no such list stays as it is."""
+        try:
+            elements = _elements.decode(body)
+            slots = [msgspec.json.decode(raw, type=_Slot) for raw in elements]
+        except msgspec.DecodeError:
+            return body
+        plane, pieces, at = self._runtime.plane, [], 0
+        for raw, slot in zip(map(bytes, elements), slots, strict=True):
+            start = body.index(raw, at)
+            member = views.slot_member(plane, SlotId(slot.id), scope, slot.n_prompt_tokens, slot.n_ctx)
+            pieces += [body[at:start], insert_member(raw, "opencoti", member)]
+            at = start + len(raw)
+        return b"".join((*pieces, body[at:]))
+
+    def _sees(self, head: RequestHead) -> Scope | None:
+        """Whose sessions may be named: everybody's with the admin key, else those of the own key."""
+        return None if self._guard.is_admin(guarded(head)) else scope_of(head, shared=self._shared)
 
     async def slot_action(self, exchange: Exchange, slot: SlotId) -> None:
         """``POST /slots/{id}?action=…``: only on an idle slot, whose conversation is then forgotten.
@@ -62,11 +92,7 @@ class Status:
         Raises:
             ConflictError: the slot is at work.
         """
-        headers = {
-            name.decode("latin-1").title(): value.decode("utf-8", "surrogateescape")
-            for name, value in exchange.head.headers
-        }
-        self._guard.require_admin(headers)
+        self._guard.require_admin(guarded(exchange.head))
         body = await exchange.read_body(DOCUMENT_BYTES)
         action = parse_qs(exchange.head.query).get("action", [""])[0]
         if not self._runtime.plane.serving:
@@ -90,3 +116,50 @@ class Status:
             # the engine defers nothing here: the slot is idle, so an unfinished action ends by itself
             self._runtime.finish(pending.lease, clean=True, content=content)
             self._runtime.backend.forget([slot])
+
+
+async def fetch(upstream: Upstream, exchange: Exchange) -> tuple[ResponseHead, bytes]:
+    """The engine's answer to a status request, whole and not compressed.
+
+    Raises:
+        UnavailableError: it is not complete after ``CONTROL_TIMEOUT_S`` seconds.
+    """
+    head = exchange.head
+    headers = [field for field in without_ours(head) if field[0].lower() != b"accept-encoding"]
+    try:
+        async with asyncio.timeout(CONTROL_TIMEOUT_S):
+            response = await upstream.send(
+                head.method,
+                head.target,
+                headers,
+                named=head.connection_named(),
+                on_interim=exchange.interim,
+            )
+            return response.head, await response.read(DOCUMENT_BYTES)
+    except TimeoutError:
+        raise UnavailableError(
+            f"the engine did not answer {head.path} within {CONTROL_TIMEOUT_S:g} s", code="engine_timeout"
+        ) from None
+
+
+def kept_headers(head: ResponseHead) -> Headers:
+    """The engine's fields, without those that describe how its body travelled."""
+    return [field for field in head.headers if field[0].lower() not in _FRAMING]
+
+
+def guarded(head: RequestHead) -> dict[str, str]:
+    """Fields in the form that ``Guard`` takes."""
+    return {
+        name.decode("latin-1").title(): value.decode("utf-8", "surrogateescape")
+        for name, value in head.headers
+    }
+
+
+class _Slot(msgspec.Struct):
+    id: int
+    n_ctx: int | None = None
+    n_prompt_tokens: int | None = None
+
+
+_elements = msgspec.json.Decoder(list[msgspec.Raw])
+_FRAMING = (b"content-length", b"connection", b"keep-alive", b"transfer-encoding")

@@ -119,6 +119,7 @@ def _later(one: Usage, other: Usage) -> Usage:
         one.prompt_tokens if other.prompt_tokens is None else other.prompt_tokens,
         one.cached_tokens if other.cached_tokens is None else other.cached_tokens,
         one.generated_tokens if other.generated_tokens is None else other.generated_tokens,
+        one.decode_s if other.decode_s is None else other.decode_s,
     )
 
 

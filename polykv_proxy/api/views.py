@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from polykv_proxy import __version__
+from polykv_proxy.core.experience import compaction_pressure, context_of, headroom, pressure
 from polykv_proxy.core.keeping import is_held, last_use, riding
 
 if TYPE_CHECKING:
@@ -14,6 +16,8 @@ if TYPE_CHECKING:
     from polykv_proxy.core.pools import PrefixPool
     from polykv_proxy.core.sessions import Session
     from polykv_proxy.core.types import Scope, SlotId
+
+N = TypeVar("N", int, float)
 
 FEATURES = ("polykv_pools_v1", "polykv_fork_v1", "polykv_snapshot_v1", "polykv_auto_match_v1")
 """Named features; clients branch on these, never on versions."""
@@ -43,7 +47,7 @@ def pools(planes: Mapping[str, ControlPlane], scope: Scope | None) -> dict[str, 
     }
 
 
-def _sum(figures: Iterable[int | None]) -> int | None:
+def _sum(figures: Iterable[N | None]) -> N | None:
     known = list(figures)
     return None if None in known else sum(figure for figure in known if figure is not None)
 
@@ -159,10 +163,16 @@ def sessions(planes: Mapping[str, ControlPlane], scope: Scope | None) -> dict[st
     }
 
 
-def properties(plane: ControlPlane) -> dict[str, Any]:
-    """The ``opencoti`` member of ``/props``."""
+def properties(plane: ControlPlane, patch: str | None = None) -> dict[str, Any]:
+    """The ``opencoti`` member of ``/props``.
+
+    Args:
+        plane: the control plane.
+        patch: identity of the patches that the engine was built with, where it is known.
+    """
     return {
         "version": __version__,
+        "engine_patch": patch,
         "capability": plane.capability.value,
         "capability_reason": plane.capability_reason,
         "features": list(FEATURES) if plane.capability.has_pools else [],
@@ -172,6 +182,7 @@ def properties(plane: ControlPlane) -> dict[str, Any]:
         "kv_cells_total": plane.cells_total,
         "kv_bytes_per_cell": None if plane.facts is None else plane.facts.bytes_per_cell or None,
         "attach_shortfall_total": plane.pools.shortfalls,
+        "policy": {"pools": asdict(plane.policy)},
     }
 
 
@@ -193,16 +204,14 @@ def _rider(plane: ControlPlane, slot: SlotId, scope: Scope | None) -> dict[str, 
         "slot": slot,
         "suffix_n_tokens": suffix,
         "marginal_kv_bytes": None if suffix is None else _bytes(suffix, cell_bytes),
-        "tps_ewma": None,
+        "tps_ewma": None if session is None else rounded(session.rate.tps),
         "ttft_ms": None if session is None else _ms(session.ttft_s),
         "state": "running" if session is not None and session.running else "idle",
     }
 
 
 def _session(plane: ControlPlane, session: Session) -> dict[str, Any]:
-    used = None
-    if plane.sample is not None and session.slot is not None:
-        used = plane.sample.slots[session.slot].tokens
+    context = context_of(session, plane.sample, plane.facts)
     return {
         "session_id": session.session_id,
         "pool_id": session.pool,
@@ -210,11 +219,80 @@ def _session(plane: ControlPlane, session: Session) -> dict[str, Any]:
         "state": "running" if session.running else "idle",
         "resident": session.slot is not None,
         "turns": session.turns,
-        "ctx_used": used,
-        "ctx_total": None if plane.facts is None else plane.facts.ctx_tokens,
+        "tps_ewma": rounded(session.rate.tps),
+        "ctx_used": context.used,
+        "ctx_total": context.total,
+        "ctx_headroom_tokens": context.headroom,
         "ttft_ms": _ms(session.ttft_s),
         "started_ts": session.started_ts,
     }
+
+
+def rates(
+    planes: Mapping[str, ControlPlane], scope: Scope | None, now: float, now_ts: float
+) -> dict[str, Any]:
+    """What the engines do now, and how fast tokens come to each session that ``scope`` may see.
+
+    Everything is of the last reading; None where that is too old, or not known yet. Figures of several
+    engines are added up; one that does not tell makes the sum unknown.
+    """
+    books = [plane.experience.book for plane in planes.values()]
+    active = [tps for book in books for tps in book.active_tps(now)]
+    uses = [use for plane in planes.values() if (use := pressure(plane.sample)) is not None]
+    use = max(uses, default=None)
+    return {
+        "ts": now_ts,
+        "aggregate_tps": rounded(_sum(book.generated_tps(now) for book in books)),
+        "mean_active_tps": rounded(sum(active) / len(active) if active else None),
+        "prefill_tps": rounded(_sum(book.prompt_tps(now) for book in books)),
+        "pressure": rounded(use),
+        "compaction_pressure": rounded(compaction_pressure(use)),
+        "sessions": [
+            {
+                "engine": name,
+                "session_id": session.session_id,
+                "pool_id": session.pool,
+                "state": "running" if session.running else "idle",
+                "tps_ewma": rounded(session.rate.tps),
+                "ctx_used": context.used,
+                "ctx_total": context.total,
+                "ctx_headroom_tokens": context.headroom,
+            }
+            for name, plane in planes.items()
+            for session in reversed(list(plane.sessions))
+            if scope in (None, session.scope)
+            for context in (context_of(session, plane.sample, plane.facts),)
+        ],
+    }
+
+
+def slot_member(
+    plane: ControlPlane, slot: SlotId, scope: Scope | None, used: int | None, window: int | None
+) -> dict[str, Any]:
+    """The ``opencoti`` member of one slot in ``/slots``.
+
+    Args:
+        plane: the control plane.
+        slot: its number.
+        scope: whose sessions may be named; None: all.
+        used: tokens that the engine says it holds.
+        window: tokens that it can hold.
+    """
+    session = plane.session_in(slot)
+    if session is not None and scope not in (None, session.scope):
+        session = None
+    return {
+        "pool_id": None if session is None else session.pool,
+        "session_id": None if session is None else session.session_id,
+        "tps_ewma": None if session is None else rounded(session.rate.tps),
+        "ctx_used": used,
+        "ctx_headroom_tokens": headroom(used, window, plane.sample),
+    }
+
+
+def rounded(value: float | None) -> float | None:
+    """A figure without digits that nobody can tell apart."""
+    return None if value is None else round(value, 3)
 
 
 def _ms(seconds: float | None) -> float | None:

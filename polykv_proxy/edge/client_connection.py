@@ -353,7 +353,8 @@ class ClientConnection(asyncio.Protocol):
         if unsent != size:
             self._unsent = (unsent, now)
             return False
-        return now - since > self._limits.write_stall_s
+        own = None if self._exchange is None else self._exchange.write_stall_s
+        return now - since > (self._limits.write_stall_s if own is None else own)
 
     def close_idle(self) -> None:
         """Close if no request is at work."""

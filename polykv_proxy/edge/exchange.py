@@ -183,6 +183,8 @@ class Exchange:
         closing: the connection ends with this answer.
         chunked: an open stream is framed in chunks (otherwise by the close of the connection).
         delimited: the end of the answer is visible without closing the connection.
+        write_stall_s: seconds after which a client that takes no byte counts as gone; None: as the edge's
+            limits say.
     """
 
     __slots__ = (
@@ -197,6 +199,7 @@ class Exchange:
         "is_gone",
         "responded",
         "started",
+        "write_stall_s",
     )
 
     def __init__(self, connection: ClientConnection, head: RequestHead, body: RequestBody) -> None:
@@ -210,6 +213,7 @@ class Exchange:
         self.chunked = False
         self.delimited = True
         self.is_gone = False
+        self.write_stall_s: float | None = None
         self._gone: asyncio.Event | None = None
 
     @property

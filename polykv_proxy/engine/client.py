@@ -18,6 +18,7 @@ from polykv_proxy.errors import BadRequestError, EngineGoneError, NotFoundError,
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from polykv_proxy.core.stock import SlotLook
     from polykv_proxy.core.types import EngineFacts, EngineSample, PoolNumber, SlotId, Tokens
     from polykv_proxy.engine.address import EngineAddress
 
@@ -103,6 +104,10 @@ class EngineClient:
     async def adapters(self) -> int:
         """LoRA adapters that the engine has loaded, whether they are in force or not."""
         return len(_read(wire.read_list, await self.get("/lora-adapters")))
+
+    async def stock_slots(self) -> list[SlotLook]:
+        """What the slots of an engine without the patch have done for their tasks."""
+        return _read(wire.read_stock_slots, await self.get("/slots"))
 
     async def tokenize(self, text: str) -> Tokens:
         """Token ids of a raw prompt, exactly as a completion would see them."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from polykv_proxy.core.stock import NO_TASK, SlotLook
 from polykv_proxy.core.types import (
     EngineFacts,
     EngineSample,
@@ -59,6 +60,7 @@ class _Slot(msgspec.Struct):
     n_pool_shared: int
     n_ctx: int
     pool_uid: int
+    t_gen_last_us: int | None = None
 
 
 class _Pool(msgspec.Struct):
@@ -73,6 +75,7 @@ class _Counters(msgspec.Struct):
     kv: _Kv
     slots: list[_Slot]
     pools: list[_Pool]
+    t_us: int | None = None
 
 
 class PoolTimings(msgspec.Struct):
@@ -178,6 +181,19 @@ class _Counted(msgspec.Struct):
     input_tokens: int
 
 
+class _NextToken(msgspec.Struct):
+    n_decoded: int = 0
+
+
+class _StockCounters(msgspec.Struct):
+    id: int
+    is_processing: bool
+    id_task: int = NO_TASK
+    n_prompt_tokens_processed: int = 0
+    n_prompt_tokens_cache: int = 0
+    next_token: list[_NextToken] = []
+
+
 _info = msgspec.json.Decoder(_Info)
 _counters = msgspec.json.Decoder(_Counters)
 _materialized = msgspec.json.Decoder(Materialized)
@@ -194,6 +210,7 @@ _computed = msgspec.json.Decoder(_Computed)
 _rendered = msgspec.json.Decoder(_Rendered)
 _counted = msgspec.json.Decoder(_Counted)
 _list = msgspec.json.Decoder(list[Any])
+_stock_counters = msgspec.json.Decoder(list[_StockCounters])
 
 
 def read_info(body: bytes) -> tuple[EngineFacts, dict[str, str]]:
@@ -243,13 +260,19 @@ def read_counters(body: bytes, now: float) -> EngineSample:
                 shared_tokens=slot.n_pool_shared,
                 pool_uid=PoolUid(slot.pool_uid),
                 ctx_tokens=slot.n_ctx,
+                last_token_s=_seconds(slot.t_gen_last_us),
             )
             for slot in counters.slots
         ),
         pools=tuple(
             PoolSample(PoolNumber(pool.id_pool), PoolUid(pool.uid), pool.n_tokens) for pool in counters.pools
         ),
+        clock_s=_seconds(counters.t_us),
     )
+
+
+def _seconds(microseconds: int | None) -> float | None:
+    return None if microseconds is None else microseconds / 1e6
 
 
 def read_props(body: bytes) -> tuple[EngineFacts, dict[str, str]]:
@@ -356,6 +379,25 @@ def read_count(body: bytes) -> int:
 def read_list(body: bytes) -> list[Any]:
     """Any JSON array."""
     return _list.decode(body)
+
+
+def read_stock_slots(body: bytes) -> list[SlotLook]:
+    """``GET /slots`` of an engine without the patch: what each slot has done for its task.
+
+    Raises:
+        msgspec.ValidationError: an engine whose ``/slots`` says something else.
+    """
+    return [
+        SlotLook(
+            slot=SlotId(slot.id),
+            working=slot.is_processing,
+            task=slot.id_task,
+            generated=slot.next_token[0].n_decoded if slot.next_token else 0,
+            prompt=slot.n_prompt_tokens_processed,
+            cached=slot.n_prompt_tokens_cache,
+        )
+        for slot in _stock_counters.decode(body)
+    ]
 
 
 def read_error(body: bytes, status: int) -> str:

@@ -18,6 +18,7 @@ from polykv_proxy.api.guard import Guard
 from polykv_proxy.api.journal import Journal
 from polykv_proxy.api.requests import RequestsApi
 from polykv_proxy.api.routes import render_error
+from polykv_proxy.api.tps import TpsApi
 from polykv_proxy.app import assemble
 from polykv_proxy.config import Settings
 from polykv_proxy.core.decisions import PoolPolicy
@@ -141,7 +142,12 @@ class Rig:
         control = ControlApi(self.fleet, guard, shared=self.settings.share_across_keys)
         advice = Advice(self.fleet.first.plane.policy)
         self.journal = Journal(self.settings.requests.keep, Runtime.now_ts)
-        further = [*advice.routes(control.sees), *RequestsApi(self.journal.book, control.sees).routes()]
+        self.tps = TpsApi(self.fleet, control.sees, interval_s=self.settings.telemetry.tps_interval_s)
+        further = [
+            *advice.routes(control.sees),
+            *RequestsApi(self.journal.book, control.sees).routes(),
+            *self.tps.routes(),
+        ]
         inside = await stack.enter_async_context(InProcess(control.application(1 << 20, further)))
         routes = assemble(
             self.fleet,
@@ -156,9 +162,10 @@ class Rig:
         for engine in engines:
             tasks.spawn(sampler.run(engine.runtime))
             tasks.spawn(engine.pooling.tender.run())
-        edge = Edge(routes.handle, render_error=render_error)
+        self.edge = edge = Edge(routes.handle, render_error=render_error)
         port = await edge.listen("127.0.0.1", 0)
         stack.push_async_callback(edge.close, 0.0)
+        stack.callback(self.tps.close)
         self.url = f"http://127.0.0.1:{port}"
         self.port = port
         self.session = await stack.enter_async_context(
@@ -177,7 +184,16 @@ class Rig:
         runtime = Runtime(plane, client, tasks, f"engine-{number}", copies=self._copies)
         upstream = Upstream(fake.address)
         self._stack.callback(upstream.close)
-        return Engine(number, f"engine-{number}", runtime, Pooling(runtime), upstream)
+        key = self.settings.engine.api_key
+        return Engine(
+            number,
+            f"engine-{number}",
+            runtime,
+            Pooling(runtime),
+            upstream,
+            None if key is None else key.get_secret_value(),
+            patch="p1",
+        )
 
     async def __aexit__(self, *_: object) -> None:
         """Stop everything, last first."""

@@ -189,6 +189,10 @@ def test_an_observer_of_a_whole_answer_is_told_at_the_end():
     ("document", "usage"),
     [
         ({"timings": {"cache_n": 3, "prompt_n": 4, "predicted_n": 5}}, Usage(7, 3, 5)),
+        (
+            {"timings": {"cache_n": 3, "prompt_n": 4, "predicted_n": 5, "predicted_ms": 80.0}},
+            Usage(7, 3, 5, 0.08),
+        ),
         ({"usage": {"prompt_tokens": 7, "completion_tokens": 5}}, Usage(7, None, 5)),
         (
             {"usage": {"input_tokens": 7, "output_tokens": 5, "input_tokens_details": {"cached_tokens": 3}}},

@@ -190,10 +190,11 @@ async def test_one_pool_is_shown_with_what_is_below(rig):
 async def test_sessions_are_listed(rig):
     """The last used first, with what they use."""
     await rig.ask(CHAT, chat("a", session_id="one"))
-    await rig.ask(CHAT, chat("b", session_id="two"))
+    await rig.ask(CHAT, chat("b", session_id="two", stream=True))
     listed = (await rig.ask("/polykv/sessions")).json["sessions"]
     assert [session["session_id"] for session in listed] == ["two", "one"]
     assert listed[0]["ttft_ms"] > 0
+    assert listed[1]["ttft_ms"] is None, "an answer in one piece has no first token for its client"
     assert (listed[0]["state"], listed[0]["resident"], listed[0]["turns"]) == ("idle", True, 1)
 
 

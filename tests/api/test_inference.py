@@ -728,3 +728,54 @@ async def test_a_body_that_is_too_large_is_refused(proxies):
     rig = await proxies(max_body_bytes=2048)
     answer = await rig.ask(CHAT, chat("x" * 3000))
     assert (answer.status, answer.error["code"]) == (413, "body_too_large")
+
+
+# -- rates ------------------------------------------------------------------------------------------------
+
+
+async def test_an_answer_tells_its_sessions_speed(rig):
+    """As soon as enough tokens were seen: by the engine's own timings, where nobody had time to look."""
+    few = (await rig.ask(CHAT, chat("a", session_id="one"))).json["opencoti"]
+    assert few["session_tps"] is None
+    rig.engine.script.tokens = 101
+    told = (await rig.ask(CHAT, chat("a", "b", session_id="one"))).json["opencoti"]
+    assert told["session_tps"] == pytest.approx(100 / 2.02, rel=0.05)
+    assert told["ctx_used"] + told["ctx_headroom_tokens"] == 1024
+    (session,) = rig.runtime.plane.sessions
+    assert session.context_tokens == told["ctx_used"]
+
+
+async def test_a_stock_engines_answers_are_read_for_their_timings(proxies):
+    """Also those that carry nothing of ours; their bytes stay, and Anthropic's have none."""
+    rig = await proxies(max_pools=0)
+    rig.engine.script.tokens = 101
+    plain = await rig.ask(CHAT, chat("a"), X_Session_Id="plain")
+    assert plain.json["timings"] == rig.engine.script.timings() | {
+        "prompt_n": plain.json["timings"]["prompt_n"],
+        "prompt_ms": plain.json["timings"]["prompt_ms"],
+    }
+    stream = chat("b", stream=True, stream_options={"include_usage": True})
+    await rig.ask(CHAT, stream, X_Session_Id="stream")
+    messages = {"max_tokens": 9, "messages": [{"role": "user", "content": "c"}]}
+    await rig.ask("/v1/messages", messages, X_Session_Id="messages")
+    rates = {session.name: session.rate.tps for session in rig.runtime.plane.sessions}
+    assert rates.pop("messages") is None
+    assert rates == {name: pytest.approx(100 / 2.02, rel=0.05) for name in ("plain", "stream")}
+
+
+async def test_several_completions_are_nobodys_speed(rig):
+    """Their timings are those of one of them."""
+    rig.engine.script.tokens = 101
+    await rig.ask(CHAT, chat("a", n=2, session_id="one"))
+    (session,) = rig.runtime.plane.sessions
+    assert session.context_tokens is None
+
+
+async def test_first_tokens_are_those_of_streams(rig):
+    """Counted once each; a refusal is none."""
+    await rig.ask(CHAT, chat("a", stream=True))
+    await rig.ask(CHAT, chat("b"))
+    rig.engine.script.fault = "error"
+    await rig.ask(CHAT, chat("c", stream=True))
+    assert sum(rig.runtime.metrics.ttft._counts) == 1
+    assert rig.runtime.metrics.queries["none"] == 2

@@ -1,9 +1,13 @@
 """Claims about ``api.status``: the engine's documents with a member of ours, and slot actions."""
 
+import asyncio
+import json
+
 import pytest
 
 from api.rig import CHAT, chat, until
-from polykv_proxy.api import views
+from polykv_proxy import __version__
+from polykv_proxy.api import status, views
 
 
 @pytest.mark.parametrize("path", ["/health", "/v1/health"])
@@ -37,6 +41,122 @@ async def test_props_of_a_stock_engine_name_no_features(proxies):
     ours = (await rig.ask("/props")).json["opencoti"]
     assert (ours["capability"], ours["features"], ours["engine_epoch"]) == ("relay", [], None)
     assert "not patched" in ours["capability_reason"]
+
+
+async def test_props_say_what_is_in_force(proxies):
+    """Versions, the patches, and the policy as it is applied."""
+    rig = await proxies(pools={"auto_min_tokens": 99})
+    ours = (await rig.ask("/props")).json["opencoti"]
+    assert (ours["version"], ours["engine_patch"], ours["engine_build"]) == (__version__, "p1", "fake")
+    assert ours["policy"]["pools"]["auto_min_tokens"] == 99
+
+
+async def test_slots_have_a_member_of_ours(proxies):
+    """Whose each is and how fast; without it, the engine's bytes are what they were."""
+    rig = await proxies(slots=3)
+    pool = await rig.pool()
+    await rig.ask(CHAT, chat("a", pool_id=pool["pool_id"], session_id="one"))
+    plain = await rig.runtime.client.get("/slots")
+    answer = await rig.ask("/slots", Accept_Encoding="gzip")
+    assert answer.status == 200
+    members = [slot["opencoti"] for slot in answer.json]
+    used = answer.json[1]["n_prompt_tokens"]
+    nobody = {"pool_id": None, "session_id": None, "tps_ewma": None}
+    assert members == [
+        nobody | {"ctx_used": 0, "ctx_headroom_tokens": 1024},  # the pool was computed there
+        {
+            "pool_id": pool["pool_id"],
+            "session_id": "one",
+            "tps_ewma": None,
+            "ctx_used": used,
+            "ctx_headroom_tokens": 1024 - used,
+        },
+        nobody | {"ctx_used": None, "ctx_headroom_tokens": None},  # never used
+    ]
+    rest = answer.body
+    for member in members:
+        rest = rest.replace(b',"opencoti":' + json.dumps(member, separators=(",", ":")).encode(), b"", 1)
+    assert rest == plain
+
+
+async def test_slots_keep_the_engines_numbers(rig):
+    """As they were written, with whatever stands between them."""
+    body = b' [ {"id": 0, "n_ctx": 1024, "t": 1.50e+2, "big": 12345678901234567890123 } ,\n{"id":1}]\n'
+    rig.engine.broken["/slots"] = (200, body)
+    answer = (await rig.ask("/slots")).body
+    first, second = (
+        b"".join((b'"opencoti":{"pool_id":null,"session_id":null,"tps_ewma":null,', rest))
+        for rest in (b'"ctx_used":null,"ctx_headroom_tokens":null}',) * 2
+    )
+    expected = body.replace(b"123 }", b"123 ," + first + b"}").replace(b'"id":1}', b'"id":1,' + second + b"}")
+    assert answer == expected
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        (501, b'{"error":{"code":501,"message":"This server does not support slots endpoint."}}'),
+        (503, b'{"error":{"message":"no slot available"}}'),
+        (200, b'{"id":0}'),
+        (200, b'[{"id":"zero"}]'),
+        (200, b"not json"),
+        (200, b"[]"),
+    ],
+)
+async def test_slots_that_are_no_list_pass(rig, broken):
+    """Errors and other documents keep their status and bytes."""
+    rig.engine.broken["/slots"] = broken
+    answer = await rig.ask("/slots?fail_on_no_slot=1")
+    assert (answer.status, answer.body) == broken
+    assert rig.engine.of("/slots")[-1].query == "fail_on_no_slot=1"
+
+
+async def test_slots_name_only_ones_own_sessions(proxies):
+    """Another key's session is nobody; the admin sees all."""
+    rig = await proxies(admin="boss")
+    await rig.ask(CHAT, chat("a", session_id="mine"), Authorization="Bearer k1")
+
+    async def named(**headers):
+        return (await rig.ask("/slots", **headers)).json[0]["opencoti"]["session_id"]
+
+    assert await named(Authorization="Bearer k1") == "mine"
+    assert await named(Authorization="Bearer k2") is None
+    assert await named(X_Polykv_Admin_Key="boss") == "mine"
+
+
+async def test_slots_of_a_stock_engine(proxies):
+    """The only request is in the only slot at work."""
+    rig = await proxies(max_pools=0)
+    rig.engine.script.tokens, rig.engine.script.token_delay_s = 600, 0.01
+    await asyncio.sleep(0.2)
+    running = rig.start(CHAT, chat("a", session_id="one", stream=True))
+    await until(lambda: any(session.rate.warm for session in rig.runtime.plane.sessions))
+    members = [slot["opencoti"] for slot in (await rig.ask("/slots")).json]
+    assert [member["session_id"] for member in members] == ["one", None]
+    assert members[0]["tps_ewma"] > 0
+    assert members[0]["ctx_used"] + members[0]["ctx_headroom_tokens"] == 1024
+    running.cancel()
+
+
+@pytest.mark.parametrize("path", ["/props", "/slots"])
+async def test_a_status_document_that_does_not_come(rig, monkeypatch, path):
+    """Nobody waits longer than a few seconds for it."""
+    monkeypatch.setattr(status, "CONTROL_TIMEOUT_S", 0.1)
+    rig.engine.slow[path] = gate = asyncio.Event()
+    answer = await rig.ask(path)
+    assert (answer.status, answer.error["code"]) == (503, "engine_timeout")
+    gate.set()
+
+
+@pytest.mark.parametrize("path", ["/props", "/slots"])
+async def test_a_status_document_waits_for_an_engine(proxies, path):
+    """And has its member then."""
+    rig = await proxies(hold_s=20.0)
+    rig.down()
+    waiting = rig.start(path)
+    await asyncio.sleep(0.05)
+    await rig.up()
+    assert b'"opencoti"' in (await waiting).body
 
 
 @pytest.mark.parametrize("broken", [(401, b'{"error":{}}'), (200, b"[1]")])

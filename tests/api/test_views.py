@@ -1,7 +1,12 @@
 """Claims about ``api.views``: state as JSON, with null for what is not known."""
 
+from dataclasses import asdict
+
+import pytest
+
 from polykv_proxy import __version__
 from polykv_proxy.api import views
+from polykv_proxy.core.decisions import PoolPolicy
 from polykv_proxy.core.plane import Admit, ControlPlane
 from polykv_proxy.core.slots import Ask, Content
 from polykv_proxy.core.types import (
@@ -30,9 +35,9 @@ def plane_with(*slots, used=0, bytes_per_cell=10):
     return plane
 
 
-def slot(number, tokens, *, shared=0, uid=0):
+def slot(number, tokens, *, shared=0, uid=0, tag=0):
     """A slot of a sample."""
-    return SlotSample(SlotId(number), SlotState.IDLE, 1, 0, 0, 0, 0, tokens, shared, PoolUid(uid), 500)
+    return SlotSample(SlotId(number), SlotState.IDLE, 1, tag, 0, 0, 0, tokens, shared, PoolUid(uid), 500)
 
 
 def pool(plane, length, uid, *, parent=None, scope=SCOPE):
@@ -81,7 +86,7 @@ def test_nothing_is_known_before_an_engine_answers():
 
 def test_properties_name_what_works():
     """Features by name, so that nobody has to look at versions."""
-    properties = views.properties(plane_with())
+    properties = views.properties(plane_with(), "p1")
     assert properties == {
         "version": __version__,
         "capability": "zero_copy",
@@ -93,6 +98,8 @@ def test_properties_name_what_works():
         "kv_cells_total": 1000,
         "kv_bytes_per_cell": 10,
         "attach_shortfall_total": 0,
+        "engine_patch": "p1",
+        "policy": {"pools": asdict(PoolPolicy())},
     }
     assert views.properties(plane_with(bytes_per_cell=0))["kv_bytes_per_cell"] is None
 
@@ -194,12 +201,105 @@ def test_a_conversation_that_went_on_without_its_pool_is_listed_once():
 
 def test_sessions_come_last_used_first():
     """With what their slot holds, where that is known."""
-    plane = plane_with(slot(0, 30), slot(1, 0))
+    plane = plane_with(slot(0, 30, tag=1), slot(1, 0))
     session(plane, "one").ttft_s = 0.5
     session(plane, "two", scope=Scope("t"))
     (one,) = views.sessions({"e": plane}, SCOPE)["sessions"]
-    assert (one["ctx_used"], one["ctx_total"], one["ttft_ms"], one["started_ts"]) == (30, 500, 500.0, 100.0)
+    assert (one["ctx_used"], one["ctx_total"], one["ctx_headroom_tokens"]) == (30, 500, 470)
+    assert (one["ttft_ms"], one["started_ts"], one["tps_ewma"]) == (500.0, 100.0, None)
     assert [each["session_id"] for each in views.sessions({"e": plane}, None)["sessions"]] == ["two", "one"]
     plane.board.forget(SlotId(0))
     (one,) = views.sessions({"e": plane}, SCOPE)["sessions"]
     assert (one["resident"], one["ctx_used"], one["slot"]) == (False, None, None)
+
+
+def decoded(plane, session, tokens, seconds):
+    """The session's last answer had so many tokens after its first."""
+    session.rate.add(tokens, seconds)
+    plane.on_counters(plane.sample)
+    return session
+
+
+def test_rates_are_those_of_whom_one_may_see():
+    """With null for who is not warm yet, and for what nobody has read."""
+    plane = plane_with(slot(0, 30, tag=1), slot(1, 400, tag=2), used=430)
+    decoded(plane, session(plane, "one"), 40, 2.0)
+    session(plane, "two", scope=Scope("t"))
+    document = views.rates({"e": plane}, None, 0.0, 77.0)
+    assert [each["session_id"] for each in document.pop("sessions")] == ["two", "one"]
+    assert document == {
+        "ts": 77.0,
+        "aggregate_tps": None,
+        "mean_active_tps": None,
+        "prefill_tps": None,
+        "pressure": 0.8,
+        "compaction_pressure": 0.333,
+    }
+    assert views.rates({"e": plane}, SCOPE, 0.0, 77.0)["sessions"] == [
+        {
+            "engine": "e",
+            "session_id": "one",
+            "pool_id": None,
+            "state": "idle",
+            "tps_ewma": 20.0,
+            "ctx_used": 30,
+            "ctx_total": 500,
+            "ctx_headroom_tokens": 470,
+        }
+    ]
+
+
+def test_rates_of_several_engines_are_added_up():
+    """One that does not tell makes a sum unknown; the mean is over sessions, not over engines."""
+    planes = {"a": plane_with(), "b": plane_with()}
+    for generated, (name, plane) in zip((20, 40), planes.items(), strict=True):
+        for step in range(3):
+            slots = (
+                SlotSample(SlotId(0), SlotState.GEN, 1, 1, generated * step, 0, 0, 5, 0, 0, 500, float(step)),
+            )
+            sample = EngineSample("e", 9.0, 100 * generated // 20, 1000, 0, slots, (), float(step))
+            plane.on_sample(sample)
+            if not step:
+                ask = Ask(scope=SCOPE, name=name)
+                plane.on_request(ask, 1.0, now_ts=100.0)
+            plane.on_counters(sample)
+    both = views.rates(planes, None, 9.0, 77.0)
+    assert (both["aggregate_tps"], both["mean_active_tps"], both["pressure"]) == (60.0, 30.0, 0.2)
+    assert [(each["engine"], each["tps_ewma"]) for each in both["sessions"]] == [("a", 20.0), ("b", 40.0)]
+    planes["c"] = plane_with()
+    several = views.rates(planes, None, 9.0, 77.0)
+    assert (several["aggregate_tps"], several["mean_active_tps"]) == (None, 30.0)
+
+
+def test_a_pools_sessions_show_their_rates():
+    """Of those that one may know."""
+    plane = plane_with()
+    shared = pool(plane, 100, 1)
+    decoded_one = session(plane, "me")
+    decoded_one.pool = shared.pool_id
+    decoded_one.rate.add(30, 1.0)
+    (rider,) = views.pool_view("e", plane, shared)["sessions"]
+    assert rider["tps_ewma"] == 30.0
+
+
+@pytest.mark.parametrize(("scope", "named"), [(SCOPE, True), (None, True), (Scope("t"), False)])
+def test_a_slots_member_names_only_whom_one_may_know(scope, named):
+    """Figures of the engine's own document are everybody's."""
+    plane = plane_with(slot(0, 30, tag=1), slot(1, 0), used=700)
+    mine = session(plane, "me")
+    mine.rate.add(30, 1.0)
+    mine.pool = "p"
+    assert views.slot_member(plane, SlotId(0), scope, 450, 500) == {
+        "pool_id": "p" if named else None,
+        "session_id": "me" if named else None,
+        "tps_ewma": 30.0 if named else None,
+        "ctx_used": 450,
+        "ctx_headroom_tokens": 50,
+    }
+    assert views.slot_member(plane, SlotId(1), scope, None, None) == {
+        "pool_id": None,
+        "session_id": None,
+        "tps_ewma": None,
+        "ctx_used": None,
+        "ctx_headroom_tokens": None,
+    }

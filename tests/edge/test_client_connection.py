@@ -299,6 +299,20 @@ async def test_client_that_never_reads_is_given_up(rig):
     await until(lambda: rig.cancelled)
 
 
+async def test_an_exchange_may_have_less_patience(rig):
+    """What it sets counts instead of the connection's limit."""
+
+    async def handler(exchange):
+        exchange.write_stall_s = 0.3
+        await exchange.open_stream(200)
+        while True:
+            await exchange.write(bytes(100_000))
+
+    client = await rig.client(await rig.edge(handler, limits=Limits(write_stall_s=3600.0)), slow=True)
+    await client.send(get())
+    await until(lambda: rig.cancelled)
+
+
 async def test_slow_reader_that_moves_is_kept(rig):
     """A client that reads slowly but does read is never given up."""
 

@@ -6,6 +6,7 @@ import json
 import pytest
 from aiohttp import web
 
+from polykv_proxy.core.stock import SlotLook
 from polykv_proxy.core.types import PoolNumber, SlotId, as_tokens
 from polykv_proxy.engine import client as client_module
 from polykv_proxy.engine.address import EngineAddress
@@ -284,3 +285,14 @@ async def test_an_engine_is_described_by_all_that_changes_kv(engine, client, mon
 def test_reads_are_bounded():
     """A call that costs the engine nothing may not take long."""
     assert 0 < client_module.CONTROL_TIMEOUT_S < client_module.TOKENIZE_TIMEOUT_S
+
+
+async def test_a_stock_engines_slots_are_read(engine, client):
+    """Through its public route; what is no such list is not understood."""
+    engine.body = b'[{"id":1,"is_processing":true,"id_task":4,"next_token":[{"n_decoded":2}]}]'
+    assert await client.stock_slots() == [SlotLook(slot=SlotId(1), working=True, task=4, generated=2)]
+    assert engine.seen[-1][:2] == ("GET", "/slots")
+    engine.body = b'[{"id":"x"}]'
+    with pytest.raises(UnavailableError) as caught:
+        await client.stock_slots()
+    assert caught.value.code == "engine_protocol"

@@ -6,7 +6,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from polykv_proxy.core.types import PoolSample, SlotState
+from polykv_proxy.core.stock import SlotLook
+from polykv_proxy.core.types import PoolSample, SlotId, SlotState
 from polykv_proxy.engine import wire
 from polykv_proxy.errors import UnavailableError
 
@@ -148,3 +149,44 @@ def test_any_object_can_be_read():
     assert wire.read_object(reply("completion_attached"))["timings"]["cache_n"] == 40
     with pytest.raises(msgspec.ValidationError):
         wire.read_object(b"[]")
+
+
+def test_stock_slots_are_read_leniently():
+    """A slot that never ran says less; what is missing is zero work."""
+    body = (
+        b'[{"id":0,"n_ctx":64,"is_processing":false},'
+        b'{"id":1,"is_processing":true,"id_task":7,"n_prompt_tokens":9,"n_prompt_tokens_processed":5,'
+        b'"n_prompt_tokens_cache":4,"params":{},"next_token":[{"n_decoded":3,"n_remain":-1}]}]'
+    )
+    idle, busy = wire.read_stock_slots(body)
+    assert idle == SlotLook(slot=SlotId(0), working=False)
+    assert busy == SlotLook(slot=SlotId(1), working=True, task=7, generated=3, prompt=5, cached=4)
+
+
+def test_counters_carry_the_engines_clock():
+    """Seconds; unknown where the engine does not tell them."""
+    slot = {
+        "id": 0,
+        "state": "gen",
+        "id_task": 1,
+        "tag": 2,
+        "n_gen_total": 3,
+        "n_prompt_total": 4,
+        "n_cached_total": 5,
+        "n_tokens": 6,
+        "n_pool_shared": 0,
+        "n_ctx": 7,
+        "pool_uid": 0,
+    }
+    document = {
+        "epoch": "e",
+        "n_deferred": 0,
+        "kv": {"n_cells": 9, "n_used": 1},
+        "slots": [slot],
+        "pools": [],
+    }
+    untold = wire.read_counters(json.dumps(document).encode(), 1.0)
+    assert (untold.clock_s, untold.slots[0].last_token_s) == (None, None)
+    slot["t_gen_last_us"], document["t_us"] = 1_500_000, 2_000_000
+    told = wire.read_counters(json.dumps(document).encode(), 1.0)
+    assert (told.clock_s, told.slots[0].last_token_s) == (2.0, 1.5)

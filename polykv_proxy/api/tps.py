@@ -1,0 +1,102 @@
+"""``GET /polykv/tps``: what every session experiences, as a stream of documents or as one.
+
+A document is made of the published picture; no reader makes the proxy ask the engine, and none is waited
+for. Whoever does not take a document within ``STALL_S`` has lost its place: at most what the sockets hold
+waits for it until then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from time import monotonic
+from typing import TYPE_CHECKING
+
+import msgspec
+import structlog
+from aiohttp import web
+from aiohttp_sse import sse_response
+
+from polykv_proxy.api import views
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from aiohttp_sse import EventSourceResponse
+
+    from polykv_proxy.core.types import Scope
+    from polykv_proxy.fleet import Fleet
+
+log = structlog.get_logger(__name__)
+
+HEARTBEAT_S = 10.0
+"""Seconds between comments, which keep a stream open whose documents are far apart."""
+
+STALL_S = 10.0
+"""Seconds that a reader may leave a document untaken."""
+
+
+class TpsApi:
+    """The route.
+
+    Args:
+        fleet: the engines.
+        sees: whose sessions a caller may see; None: everybody's.
+        interval_s: seconds between two documents.
+    """
+
+    def __init__(
+        self, fleet: Fleet, sees: Callable[[web.Request], Scope | None], *, interval_s: float
+    ) -> None:
+        self._fleet = fleet
+        self._sees = sees
+        self._interval_s = interval_s
+        self._closing = asyncio.Event()
+        self.readers = 0
+        """Streams that are open now."""
+
+    def routes(self) -> list[web.RouteDef]:
+        """What the control application serves of it."""
+        return [web.get("/polykv/tps", self.show, allow_head=False)]
+
+    def close(self) -> None:
+        """End all streams: the proxy stops, and would wait for them."""
+        self._closing.set()
+
+    async def show(self, request: web.Request) -> web.StreamResponse:
+        """``GET /polykv/tps``: a stream for those who ask for one, else one document."""
+        wants_stream = "text/event-stream" in request.headers.get("Accept", "")
+        if wants_stream and request.query.get("once") not in ("1", "true"):
+            return await self._stream(request)
+        return web.Response(body=self._document(request), content_type="application/json", charset="utf-8")
+
+    async def _stream(self, request: web.Request) -> web.StreamResponse:
+        self.readers += 1
+        try:
+            async with sse_response(request, sep="\n") as stream:
+                stream.ping_interval = HEARTBEAT_S
+                await self._feed(stream, request)
+            return stream
+        finally:
+            self.readers -= 1
+
+    async def _feed(self, stream: EventSourceResponse, request: web.Request) -> None:
+        """Send documents until the reader leaves, falls behind, or the proxy stops."""
+        try:
+            while not self._closing.is_set():
+                async with asyncio.timeout(STALL_S):
+                    await stream.send(self._document(request).decode())
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(self._interval_s):
+                        await self._closing.wait()
+        except TimeoutError:
+            log.info("slow_reader_dropped", path=request.path)
+            if request.transport is not None:
+                request.transport.abort()
+        except ConnectionResetError:
+            pass  # it left
+
+    def _document(self, request: web.Request) -> bytes:
+        planes = {engine.name: engine.plane for engine in self._fleet}
+        now_ts = self._fleet.first.runtime.now_ts()
+        return msgspec.json.encode(views.rates(planes, self._sees(request), monotonic(), now_ts))
