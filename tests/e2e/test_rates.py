@@ -1,0 +1,325 @@
+"""Rates on the real engine: what is reported is what clients get, whatever API they use."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass, field
+from itertools import pairwise
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import pytest_asyncio
+from test_metrics import documented, parsed
+
+from e2e.harness import PATIENCE_S, Served, serve
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+TOKENS = 320
+STEADY_AFTER = 64
+"""Tokens after which a rate is looked at."""
+
+WITHIN = 0.10
+STEADY = 1.15
+"""Most by which one half of a part may be faster than the other."""
+
+ATTEMPTS = 3
+PROMPT = "Count from 1 to 1000, one number in each line, without stopping."
+VARIANTS = [(api, stream) for api in ("chat", "anthropic", "responses") for stream in (True, False)]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def proxy(tmp_path_factory: Any, patched: Any, smollm: Any) -> AsyncIterator[Served]:
+    """Four slots, and a stream of rates with ten documents a second."""
+    sizes = ("--parallel", "4", "--ctx-size", "8192", "--max-pools", "4")
+    env = {"POLYKV_TELEMETRY__TPS_INTERVAL_S": "0.1", "POLYKV_ENGINE__ARGS": '["--metrics"]'}
+    async with serve(tmp_path_factory.mktemp("rates"), *sizes, env=env) as served:
+        yield served
+
+
+def request_of(api: str, *, stream: bool, tokens: int = TOKENS) -> tuple[str, dict[str, Any]]:
+    """Path and body of a request that generates ``tokens`` tokens."""
+    body: dict[str, Any] = {"stream": stream, "temperature": 0, "model": "any"}
+    if api == "responses":
+        return "/v1/responses", {**body, "input": PROMPT, "max_output_tokens": tokens, "ignore_eos": True}
+    body |= {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": tokens}
+    if api == "anthropic":
+        return "/v1/messages", body  # it takes no ignore_eos; this prompt is not answered to its end
+    return "/v1/chat/completions", {**body, "ignore_eos": True}
+
+
+@dataclass
+class Seen:
+    """What one client saw."""
+
+    name: str
+    arrivals: list[float] = field(default_factory=list)
+    """Of each piece of text."""
+    done_at: float = 0.0
+
+
+async def run(served: Served, name: str, api: str, *, stream: bool) -> Seen:
+    """One request to its end."""
+    seen = Seen(name)
+    path, body = request_of(api, stream=stream)
+    marks = (b'"content":"', b"text_delta", b"output_text.delta")
+    async with served.http.session() as session:
+        async with session.post(path, json=body, headers={"X-Session-Id": name}) as answer:
+            assert answer.status == 200, await answer.read()
+            if stream:
+                async for line in answer.content:
+                    if line.startswith(b"data: ") and any(mark in line for mark in marks):
+                        seen.arrivals.append(monotonic())
+            else:
+                json.loads(await answer.read())
+    seen.done_at = monotonic()
+    return seen
+
+
+@dataclass
+class Watch:
+    """Everything that the rate stream and the engine said, while requests ran."""
+
+    documents: list[tuple[float, dict[str, Any]]] = field(default_factory=list)
+    counters: list[tuple[float, dict[str, Any]]] = field(default_factory=list)
+
+    async def follow(self, served: Served) -> None:
+        """Read the stream of rates."""
+        async with served.http.session() as session:
+            async with session.get("/polykv/tps", headers={"Accept": "text/event-stream"}) as answer:
+                async for line in answer.content:
+                    if line.startswith(b"data: "):
+                        self.documents.append((monotonic(), json.loads(line[6:])))
+
+    async def count(self, served: Served) -> None:
+        """Read the engine's counters directly, as the truth about answers that come in one piece."""
+        while True:
+            self.counters.append((monotonic(), await served.counters()))
+            await asyncio.sleep(0.2)
+
+    def reported(self, name: str, begin: float, end: float) -> float:
+        """Time-mean of what was reported of a session within an interval."""
+        return self._mean(
+            begin,
+            end,
+            lambda document: next(
+                (each["tps_ewma"] for each in document["sessions"] if each["session_id"] == name), None
+            ),
+        )
+
+    def mean(self, member: str, begin: float, end: float) -> float:
+        """Time-mean of a member of the documents."""
+        return self._mean(begin, end, lambda document: document[member])
+
+    def _mean(self, begin: float, end: float, value: Callable[[dict[str, Any]], float | None]) -> float:
+        """Each document holds until the next; they may come late on a busy machine."""
+        area = time = 0.0
+        for (at, document), (until, _) in pairwise(self.documents):
+            held = min(until, end) - max(at, begin)
+            if held > 0 and (shown := value(document)) is not None:
+                area, time = area + shown * held, time + held
+        return area / time
+
+    def generated(self, begin: float, end: float, slot: int | None = None) -> float:
+        """Tokens a second of a slot, or of all, from the engine's counters."""
+        within = [
+            (at, sum(each["n_gen_total"] for each in document["slots"] if slot in (None, each["id"])))
+            for at, document in self.counters
+            if begin <= at <= end
+        ]
+        (first_at, first), (last_at, last) = within[0], within[-1]
+        return (last - first) / (last_at - first_at)
+
+    def steady(self, sessions: int) -> float:
+        """When so many slots were at work and each had generated ``STEADY_AFTER`` tokens."""
+        began = {slot["id"]: slot["n_gen_total"] for slot in self.counters[0][1]["slots"]}
+        for at, document in self.counters:
+            work = [slot for slot in document["slots"] if slot["state"] == "gen"]
+            if len(work) == sessions and all(
+                slot["n_gen_total"] - began[slot["id"]] >= STEADY_AFTER for slot in work
+            ):
+                return at
+        raise AssertionError("never steady")
+
+
+async def measured(served: Served, *variants: tuple[str, bool], attempt: int = 0) -> tuple[Watch, list[Seen]]:
+    """Requests side by side, watched; each of a session that is new."""
+    await served.quiet()
+    watch = Watch()
+    watchers = [asyncio.create_task(watch.follow(served)), asyncio.create_task(watch.count(served))]
+    try:
+        async with asyncio.timeout(2 * PATIENCE_S):
+            while not watch.documents or not watch.counters:
+                await asyncio.sleep(0.01)
+            seen = await asyncio.gather(
+                *(
+                    run(served, f"{api}-{stream}-{len(variants)}-{at}-{attempt}", api, stream=stream)
+                    for at, (api, stream) in enumerate(variants)
+                )
+            )
+    finally:
+        for watcher in watchers:
+            watcher.cancel()
+        await asyncio.gather(*watchers, return_exceptions=True)
+    return watch, list(seen)
+
+
+def client_rate(seen: Seen, begin: float, end: float) -> float:
+    """Tokens a second that a client counted."""
+    within = [at for at in seen.arrivals if begin <= at <= end]
+    return (len(within) - 1) / (within[-1] - within[0])
+
+
+async def slots_of(served: Served) -> dict[str, int]:
+    """Where each session is."""
+    listed = (await served.http.get("/polykv/sessions")).json["sessions"]
+    return {session["session_id"]: session["slot"] for session in listed if session["slot"] is not None}
+
+
+async def check(served: Served, watch: Watch, seen: list[Seen], begin: float, end: float) -> None:
+    """What was reported of each session is what its client got, or what its slot did."""
+    where = await slots_of(served)
+    for each in seen:
+        if each.arrivals:
+            counted = client_rate(each, begin, end)
+        else:
+            counted = watch.generated(begin, end, where[each.name])
+        reported = watch.reported(each.name, begin, end)
+        print(f"{each.name}: reported {reported:.2f}, counted {counted:.2f}")
+        assert reported == pytest.approx(counted, rel=WITHIN), each.name
+
+
+async def steadily(served: Served, *variants: tuple[str, bool]) -> tuple[Watch, list[Seen], float, float]:
+    """Requests side by side, and the part of their time in which each has its first tokens behind it.
+
+    Rates are compared over a part in which the machine was steady: where others took its cores away in the
+    middle, it is tried again.
+    """
+    for attempt in range(ATTEMPTS):
+        watch, seen = await measured(served, *variants, attempt=attempt)
+        begin, end = watch.steady(len(variants)), min(each.done_at for each in seen) - 0.1
+        middle = (begin + end) / 2
+        halves = watch.generated(begin, middle) / watch.generated(middle, end)
+        if 1 / STEADY < halves < STEADY or attempt == ATTEMPTS - 1:
+            return watch, seen, begin, end
+    raise AssertionError("unreachable")
+
+
+@pytest.mark.parametrize(("api", "stream"), VARIANTS)
+async def test_one_session_is_told_its_speed(proxy: Served, api: str, *, stream: bool) -> None:
+    """On each API, streamed or not: the time-mean of what is reported against what was counted."""
+    await check(proxy, *await steadily(proxy, (api, stream)))
+
+
+@pytest.mark.parametrize(
+    "variants",
+    [
+        [("chat", True), ("anthropic", True), ("responses", False), ("chat", False)],
+        [("responses", True), ("anthropic", False), ("chat", True), ("responses", True)],
+    ],
+)
+async def test_four_sessions_are_told_theirs(proxy: Served, variants: list[tuple[str, bool]]) -> None:
+    """Side by side; their sum is the aggregate, and nobody who is not warm is in the mean."""
+    watch, seen, begin, end = await steadily(proxy, *variants)
+    await check(proxy, watch, seen, begin, end)
+    aggregate = watch.mean("aggregate_tps", begin, end)
+    summed = sum(watch.reported(each.name, begin, end) for each in seen)
+    print(f"sum {summed:.2f}, aggregate {aggregate:.2f}")
+    assert summed == pytest.approx(aggregate, rel=WITHIN)
+    assert aggregate == pytest.approx(watch.generated(begin, end), rel=WITHIN)
+    warming = 0
+    for _, document in watch.documents:
+        known = [each["tps_ewma"] for each in document["sessions"] if each["tps_ewma"] is not None]
+        running = [each["tps_ewma"] for each in document["sessions"] if each["state"] == "running"]
+        mean = document["mean_active_tps"]
+        warming += None in running
+        assert mean is None or min(known) - 0.01 <= mean <= max(known) + 0.01
+    assert warming
+
+
+async def test_counters_and_streams_agree(proxy: Served) -> None:
+    """Every token is counted once, whatever ended when; and every documented metric is there."""
+    await proxy.clear()
+    await proxy.http.post("/polykv/pools", {"prompt": "The sea is wide. " * 20, "label": "docs"})
+
+    async def generated() -> float:
+        await proxy.quiet()
+        counters = await proxy.counters()
+        truth = sum(slot["n_gen_total"] for slot in counters["slots"])
+        async with asyncio.timeout(PATIENCE_S):
+            while True:  # the sampler looks within a second
+                found = parsed((await proxy.http.get("/metrics")).body)
+                if found["opencoti_polykv:generated_tokens_total",] + proxy_start == truth:
+                    return truth
+                await asyncio.sleep(0.1)
+
+    found = parsed((await proxy.http.get("/metrics")).body)
+    counters = await proxy.counters()
+    counted = found["opencoti_polykv:generated_tokens_total",]
+    proxy_start = sum(slot["n_gen_total"] for slot in counters["slots"]) - counted  # the self-test's
+    assert 0 <= proxy_start <= 4
+    before = await generated()
+    lengths = (1, 3, 20, 7, 2, 11)
+    for length in lengths:
+        path, body = request_of("chat", stream=length % 2 == 0, tokens=length)
+        assert (await proxy.http.post(path, body)).status == 200
+    assert await generated() - before == sum(lengths)
+    path, body = request_of("chat", stream=True, tokens=90)
+    running = asyncio.create_task(proxy.http.post(path, body))
+    async with asyncio.timeout(PATIENCE_S):
+        while "opencoti_polykv:mean_active_tps" not in {key[0] for key in found}:
+            found = parsed((await proxy.http.get("/metrics")).body)
+            assert not running.done(), "it was over before it was warm"
+    names = {key[0] for key in found}
+    for name in documented():
+        full = f"opencoti_polykv:{name}"
+        assert full in names or f"{full}_count" in names, name
+    assert "llamacpp:tokens_predicted_total" in names
+    await running
+
+
+async def test_slots_say_whose_they_are(proxy: Served) -> None:
+    """On the engine's own document; what we add is all that differs."""
+    path, body = request_of("chat", stream=False, tokens=40)
+    await proxy.http.post(path, body, {"X-Session-Id": "me"})
+    await proxy.quiet()
+    answer = await proxy.http.get("/slots")
+    plain = (await proxy.engine.get("/slots")).json
+    slots = answer.json
+    (mine,) = (slot for slot in slots if slot["opencoti"]["session_id"] == "me")
+    assert mine["opencoti"]["ctx_used"] == mine["n_prompt_tokens"] > 40
+    assert mine["opencoti"]["tps_ewma"] > 0
+    for slot in slots:
+        del slot["opencoti"]
+    assert slots == plain
+    ours = (await proxy.http.get("/props")).json["opencoti"]
+    assert ours["engine_patch"] is None or len(ours["engine_patch"]) == 12
+    assert ours["policy"]["pools"]["auto_match"] is True
+
+
+async def test_a_stock_engine_tells_enough(tmp_path: Any, stock: Any, smollm: Any) -> None:
+    """The only request is the only task: its speed is known while it runs, and at its end."""
+    env = {"POLYKV_TELEMETRY__TPS_INTERVAL_S": "0.1", "POLYKV_ENGINE__BINARY": str(stock)}
+    async with serve(
+        tmp_path, "--parallel", "2", "--ctx-size", "4096", "--max-pools", "0", env=env
+    ) as served:
+        watch = Watch()
+        watcher = asyncio.create_task(watch.follow(served))
+        seen = await run(served, "stock", "chat", stream=True)
+        watcher.cancel()
+        begin, end = seen.arrivals[STEADY_AFTER], seen.arrivals[-1]
+        reported, counted = watch.reported("stock", begin, end), client_rate(seen, begin, end)
+        print(f"stock: reported {reported:.2f}, counted {counted:.2f}")
+        # a token's time is known only as that of the look which saw it
+        assert reported == pytest.approx(counted, rel=2 * WITHIN)
+        path, body = request_of("chat", stream=False, tokens=60)
+        answer = (await served.http.post(path, {**body, "session_id": "plain"})).json
+        # of its last seconds; the timings are of all of it
+        assert answer["opencoti"]["session_tps"] == pytest.approx(
+            answer["timings"]["predicted_per_second"], rel=0.5
+        )
