@@ -255,7 +255,7 @@ _ALL = (
         lambda x: x.book.mean_active_tps(x.now),
     ),
     _Series("admissions_total", _COUNTER, "Requests for slots.", lambda x: x.counts.admissions, "outcome"),
-    _Series("queue_depth", _GAUGE, "Requests that wait for slots.", lambda x: x.plane.queue_depth),
+    _Series("queue_depth", _GAUGE, "Requests that wait for slots.", lambda x: x.plane.waiting),
     _Series("queue_wait_seconds", _HISTOGRAM, "Wait for slots.", lambda x: x.counts.queue_wait),
     _Series("kv_cells_used", _GAUGE, "KV cells in use.", lambda x: x.cells_used),
     _Series("kv_cells_total", _GAUGE, "KV cells of the engine.", lambda x: x.cells_total),

@@ -116,7 +116,7 @@ class ControlPlane:
 
     @property
     def waiting(self) -> int:
-        """Requests in the queue."""
+        """Requests that wait for slots."""
         return len(self._waiting)
 
     def on_engine_ready(
@@ -189,11 +189,6 @@ class ControlPlane:
             tag = self.experience.stock.tag_of(slot)
             return next((session for session in self.sessions if tag and session.lease == tag), None)
         return self.board.slots[slot].session if slot < len(self.board.slots) else None
-
-    @property
-    def queue_depth(self) -> int:
-        """Requests that wait for slots."""
-        return len(self._waiting)
 
     @property
     def silent(self) -> bool:

@@ -898,11 +898,11 @@ def test_whose_slot_it_is():
 def test_how_much_is_at_work():
     """Slots, those whose clients get nothing yet, and those who wait."""
     plane = serving(slots=3)
-    assert (plane.running_count, plane.silent, plane.queue_depth) == (0, False, 0)
+    assert (plane.running_count, plane.silent, plane.waiting) == (0, False, 0)
     one = request(plane, 1, slots=2).lease
     two = request(plane, 2).lease
     one.streams = True
     request(plane, 3)
-    assert (plane.running_count, plane.silent, plane.queue_depth) == (3, True, 1)
+    assert (plane.running_count, plane.silent, plane.waiting) == (3, True, 1)
     two.streams = True
     assert not plane.silent
