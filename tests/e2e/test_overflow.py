@@ -301,6 +301,27 @@ async def test_random_pressure(fast: Engine) -> None:
     assert await fast.empty() == 0
 
 
+async def test_drafts_take_only_what_is_left(patched: Path, smollm: Path, tmp_path: Path) -> None:
+    """ENG-8: with speculation on, a long draft neither overflows the cache nor ends anybody early."""
+    llama(tmp_path / "llama.gguf", smollm)
+    args = (*ARGS, "-c", str(CELLS), "--spec-type", "ngram-simple")
+    async with bare_engine(patched, tmp_path / "llama.gguf", tmp_path, *args) as http:
+        engine = Engine(http, tmp_path)
+        body = {"grammar": 'root ::= "a"*'}  # easy to guess
+        answers = await asyncio.gather(
+            *(engine.complete(ids(each, PROMPT), NEW, **body) for each in range(SLOTS))
+        )
+        assert [answer.status for answer in answers] == [200] * SLOTS
+        finals = [answer.json for answer in answers]
+        assert sum(final["timings"].get("draft_n_accepted", 0) for final in finals) > 0
+        whole = [final for final in finals if not final["truncated"]]
+        assert whole
+        assert {final["tokens_predicted"] for final in whole} == {NEW}
+        assert len(finals) - len(whole) == (await engine.overflow())["n_ended"] > 0
+        assert "failed to find free space" not in engine.log
+        assert await engine.empty() == 0
+
+
 async def test_stream_gets_what_was_held_back(fast: Engine) -> None:
     """ENG-8: text that may be the beginning of a stop word is a victim's as well."""
     body = {"grammar": 'root ::= "a"*', "stop": ["a" * 10 * NEW], "stream": True}
