@@ -59,7 +59,7 @@ log = structlog.get_logger(__name__)
 PASS_THROUGH_HOLD_S = 10.0
 """How long a request that needs no slot waits for an engine that is starting."""
 
-_OURS_TO_START = ("binary", "stock", "model", "parallel", "ctx_size", "args", "env")
+_OURS_TO_START = ("binary", "stock", "model", "parallel", "ctx_size", "prefill_cap", "args", "env")
 """Settings of the engine that mean nothing for one that runs already."""
 
 

@@ -78,6 +78,10 @@ class EngineSettings(_Section):
     max_pools: int = Field(default=16, ge=0, lt=MAX_SEQUENCES)
     """Prefix pools that may exist at once. 0 turns pools off."""
 
+    prefill_cap: int | None = Field(default=None, ge=0)
+    """Prompt tokens, of all requests and pools, that a step may add while others generate; smaller is
+    smoother for those and slower for prompts. 0: no cap. Unset: 32 on CPU hosts, no cap on GPUs."""
+
     args: tuple[str, ...] = ()
     """Further llama-server arguments, one list item a word. Those that would break pools are refused."""
 

@@ -123,6 +123,8 @@ class SlotSample:
     """The slot's window."""
     last_token_s: float | None = None
     """Seconds of the engine's clock at which the last token was accepted; None if it did not say."""
+    waits: bool | None = None
+    """Whether its prompt is held back for want of cells; None if the engine does not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +134,22 @@ class PoolSample:
     number: PoolNumber
     uid: PoolUid
     tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class OverflowSample:
+    """What became of those for whom the engine had no cells, since it loaded its model."""
+
+    waited: int
+    """Tasks whose prompt had to wait for cells."""
+    slots_cleared: int
+    """Idle slots that lost what they held."""
+    pools_released: int
+    """Pools given up, all of them marked as ones that may go."""
+    ended: int
+    """Tasks that stopped early, with the text they had, as at a context limit."""
+    refused: int
+    """Tasks answered with 503 before they generated anything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +168,8 @@ class EngineSample:
     pools: tuple[PoolSample, ...]
     clock_s: float | None = None
     """Seconds of the engine's clock at which it was taken; None if the engine did not say."""
+    overflow: OverflowSample | None = None
+    """None if the engine does not count it."""
 
     @property
     def cells_free(self) -> int:

@@ -65,6 +65,7 @@ def spec_from(settings: Settings, index: int = 0) -> EngineSpec:
         parallel=engine.parallel,
         ctx_size=engine.ctx_size,
         max_pools=0 if engine.stock else engine.max_pools,
+        prefill_cap=engine.prefill_cap,
         extra=engine.args,
     )
     added = {name: value.get_secret_value() for name, value in engine.env.items()}

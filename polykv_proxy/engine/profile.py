@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 CPU_BATCH_TOKENS = 512
 """Tokens per batch on CPU hosts. A cancelled prefill is noticed between batches only, and stock's
 2,048 tokens take a small CPU many seconds."""
+CPU_PREFILL_CAP = 32
+"""Prompt tokens that one step may add to those of the slots that generate, on CPU hosts. A step takes as
+long as it has tokens; a GPU takes hardly longer for a full batch."""
 
 _OUR_ADDRESS = "the proxy chooses where its engine listens"
 _ROUTER = "router mode runs several engines behind one port; the proxy needs one engine with one model"
@@ -35,6 +38,7 @@ _REFUSED: dict[tuple[str, ...], str] = {
     ("-np", "--parallel"): "the slot count is engine.parallel (--parallel)",
     ("-c", "--ctx-size"): "the context size is engine.ctx_size (--ctx-size)",
     ("--polykv-max-pools",): "the number of pools is engine.max_pools (--max-pools)",
+    ("--polykv-prefill-cap",): "it is engine.prefill_cap",
     ("--slot-save-path",): "saved KV lives in the proxy's state folder",
     ("--no-slots",): "the proxy reads the engine's slots",
     ("-m", "--model", "-mu", "--model-url", "-dr", "--docker-repo"): _MODEL,
@@ -84,7 +88,9 @@ class LaunchProfile:
     ctx_size: int
     """KV cells in tokens; 0 takes the model's training context."""
     max_pools: int
-    """Prefix pools; with 0 the option is left out, so that a stock binary starts too."""
+    """Prefix pools; with 0 the options of the patch are left out, so that a stock binary starts too."""
+    prefill_cap: int | None = None
+    """Prompt tokens a step while any slot generates; 0 is no cap, None ours on CPU hosts and none on GPUs."""
     extra: tuple[str, ...] = ()
     """Further arguments of the user, appended, so that the last word is theirs."""
 
@@ -95,12 +101,11 @@ class LaunchProfile:
             ConfigError: an argument or a size that cannot work; the message names it.
         """
         self._check()
-        pools = ("--polykv-max-pools", str(self.max_pools)) if self.max_pools else ()
         batch = () if self._batch_is_chosen() else ("-b", str(CPU_BATCH_TOKENS))
         return (
             *("--model", str(self.model), "--host", str(self.socket)),
             *("--kv-unified", "--parallel", str(self.parallel), "--ctx-size", str(self.ctx_size)),
-            *pools,
+            *self._pools(),
             *("--cache-ram", "0", "--no-cache-idle-slots", "--no-context-shift", "--cache-reuse", "0"),
             *("--slots", "--metrics", "--slot-save-path", str(self.slot_dir), "--sse-ping-interval", "10"),
             *batch,
@@ -136,6 +141,17 @@ class LaunchProfile:
             if reason:
                 raise ConfigError(f"engine.args: {option} cannot be used: {reason}")
 
+    def _pools(self) -> tuple[str, ...]:
+        if not self.max_pools:
+            return ()
+        cap = self.prefill_cap
+        if cap is None:
+            cap = 0 if self._uses_gpu() else CPU_PREFILL_CAP
+        return (
+            *("--polykv-max-pools", str(self.max_pools)),
+            *(("--polykv-prefill-cap", str(cap)) if cap else ()),
+        )
+
     def _alias(self) -> tuple[str, ...]:
         """The file's name as the model's, which would be its whole path: where it lies is not for clients."""
         chosen = any(option in _ALIAS_OPTIONS for option, _ in _options(self.extra))
@@ -143,9 +159,11 @@ class LaunchProfile:
         return () if chosen or "," in self.model.name else ("--alias", self.model.name)
 
     def _batch_is_chosen(self) -> bool:
+        return self._uses_gpu() or any(option in _BATCH_OPTIONS for option, _ in _options(self.extra))
+
+    def _uses_gpu(self) -> bool:
         return any(
-            option in _BATCH_OPTIONS or (option in _GPU_OPTIONS and value not in _NO_GPU_VALUES)
-            for option, value in _options(self.extra)
+            option in _GPU_OPTIONS and value not in _NO_GPU_VALUES for option, value in _options(self.extra)
         )
 
 

@@ -14,6 +14,7 @@ from polykv_proxy.core.stock import NO_TASK, SlotLook
 from polykv_proxy.core.types import (
     EngineFacts,
     EngineSample,
+    OverflowSample,
     PoolNumber,
     PoolSample,
     PoolUid,
@@ -61,12 +62,21 @@ class _Slot(msgspec.Struct):
     n_ctx: int
     pool_uid: int
     t_gen_last_us: int | None = None
+    waits: bool | None = None
 
 
 class _Pool(msgspec.Struct):
     id_pool: int
     uid: int
     n_tokens: int
+
+
+class _Overflow(msgspec.Struct):
+    n_waited: int
+    n_slots_cleared: int
+    n_pools_released: int
+    n_ended: int
+    n_refused: int
 
 
 class _Counters(msgspec.Struct):
@@ -76,6 +86,7 @@ class _Counters(msgspec.Struct):
     slots: list[_Slot]
     pools: list[_Pool]
     t_us: int | None = None
+    overflow: _Overflow | None = None
 
 
 class PoolTimings(msgspec.Struct):
@@ -261,6 +272,7 @@ def read_counters(body: bytes, now: float) -> EngineSample:
                 pool_uid=PoolUid(slot.pool_uid),
                 ctx_tokens=slot.n_ctx,
                 last_token_s=_seconds(slot.t_gen_last_us),
+                waits=slot.waits,
             )
             for slot in counters.slots
         ),
@@ -268,6 +280,19 @@ def read_counters(body: bytes, now: float) -> EngineSample:
             PoolSample(PoolNumber(pool.id_pool), PoolUid(pool.uid), pool.n_tokens) for pool in counters.pools
         ),
         clock_s=_seconds(counters.t_us),
+        overflow=_overflow(counters.overflow),
+    )
+
+
+def _overflow(counted: _Overflow | None) -> OverflowSample | None:
+    if counted is None:
+        return None
+    return OverflowSample(
+        waited=counted.n_waited,
+        slots_cleared=counted.n_slots_cleared,
+        pools_released=counted.n_pools_released,
+        ended=counted.n_ended,
+        refused=counted.n_refused,
     )
 
 

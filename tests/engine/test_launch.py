@@ -34,6 +34,7 @@ def test_what_the_settings_say_reaches_the_engine(tmp_path):
             tmp_path,
             parallel=2,
             max_pools=3,
+            prefill_cap=9,
             ctx_size=512,
             args=["--context-shift"],
             env={"CUDA_VISIBLE_DEVICES": "1"},
@@ -44,7 +45,9 @@ def test_what_the_settings_say_reaches_the_engine(tmp_path):
             restart_backoff_max_s=9,
         )
     )
-    assert re.search(r"--parallel 2 --ctx-size 512 --polykv-max-pools 3 ", " ".join(spec.argv))
+    assert re.search(
+        r"--parallel 2 --ctx-size 512 --polykv-max-pools 3 --polykv-prefill-cap 9 ", " ".join(spec.argv)
+    )
     assert spec.env["CUDA_VISIBLE_DEVICES"] == "1"
     assert spec.env["LLAMA_API_KEY"] == "k"
     assert "k" not in spec.argv

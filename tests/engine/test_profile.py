@@ -25,7 +25,8 @@ def test_arguments_of_a_plain_start():
     """The whole profile, in order."""
     assert " ".join(PLAIN.argv()) == (
         "--model /m.gguf --host /run/engine-0.sock --kv-unified --parallel 4 --ctx-size 8192 "
-        "--polykv-max-pools 16 --cache-ram 0 --no-cache-idle-slots --no-context-shift --cache-reuse 0 "
+        "--polykv-max-pools 16 --polykv-prefill-cap 32 "
+        "--cache-ram 0 --no-cache-idle-slots --no-context-shift --cache-reuse 0 "
         "--slots --metrics --slot-save-path /state/slots-0 --sse-ping-interval 10 -b 512 --alias m.gguf"
     )
 
@@ -46,8 +47,26 @@ def test_clients_see_the_models_name_and_not_its_path(model, extra, alias):
 
 
 def test_without_pools_a_stock_binary_starts_too():
-    """The option that only the patch knows is left out."""
-    assert "--polykv-max-pools" not in replace(PLAIN, max_pools=0).argv()
+    """The options that only the patch knows are left out."""
+    argv = replace(PLAIN, max_pools=0, prefill_cap=64).argv()
+    assert not [word for word in argv if word.startswith("--polykv")]
+
+
+@pytest.mark.parametrize(
+    ("cap", "extra", "passed"),
+    [
+        (None, (), ["32"]),
+        (None, ("-ngl", "0"), ["32"]),
+        (None, ("-ngl", "99"), []),
+        (None, ("-b", "64"), ["32"]),
+        (7, ("-ngl", "99"), ["7"]),
+        (0, (), []),
+    ],
+)
+def test_prompts_are_capped_on_cpu_hosts_unless_told_otherwise(cap, extra, passed):
+    """A number of the user's counts everywhere, 0 is the engine's own default."""
+    argv = replace(PLAIN, prefill_cap=cap, extra=extra).argv()
+    assert [value for option, value in pairwise(argv) if option == "--polykv-prefill-cap"] == passed
 
 
 def test_the_users_arguments_come_last():
@@ -98,6 +117,7 @@ def test_small_batches_on_cpu_hosts_only(extra, has_ours):
         ("-hf", "a/b"),
         ("--models-dir", "/x"),
         ("--polykv-max-pools", "3"),
+        ("--polykv-prefill-cap", "3"),
         ("--api-prefix", "/x"),
         ("--fim-qwen-7b-spec",),
         ("--help",),
@@ -153,7 +173,10 @@ def test_socket_that_llama_server_would_misread_is_refused(path):
 def test_every_refused_option_exists_upstream(upstream_tree):
     """The tables follow the pinned llama-server; an option that it renames must be renamed here."""
     source = (upstream_tree / "common" / "arg.cpp").read_text()
-    known = set(re.findall(r'"(--?[a-zA-Z][\w.-]*)"', source)) | {"--polykv-max-pools"}
+    known = set(re.findall(r'"(--?[a-zA-Z][\w.-]*)"', source)) | {
+        "--polykv-max-pools",
+        "--polykv-prefill-cap",
+    }
     tables = (profile._REFUSED, profile._REFUSED_WITH_POOLS, profile._WARNED_WITH_POOLS)
     named = {option for table in tables for spellings in table for option in spellings}
     assert named | profile._GPU_OPTIONS | profile._BATCH_OPTIONS <= known

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from polykv_proxy.core.stock import SlotLook
-from polykv_proxy.core.types import PoolSample, SlotId, SlotState
+from polykv_proxy.core.types import OverflowSample, PoolSample, SlotId, SlotState
 from polykv_proxy.engine import wire
 from polykv_proxy.errors import UnavailableError
 
@@ -54,6 +54,26 @@ def test_counters_show_what_is_shared():
     assert (slot.gen_total, slot.prompt_total, slot.cached_total) == (2, 3, 40)
     assert (slot.state, slot.ctx_tokens) == (SlotState.IDLE, 2048)
     assert sample.cells_used == 44
+
+
+def test_overflows_are_read_where_they_are_counted():
+    """An engine that does not count them leaves it unknown: no zeros, no False."""
+    sample = wire.read_counters(reply("counters_idle"), 0.0)
+    assert sample.overflow is None
+    assert [slot.waits for slot in sample.slots] == [None, None]
+    document = json.loads(reply("counters_idle"))
+    document["overflow"] = {
+        "n_waited": 5,
+        "n_slots_cleared": 4,
+        "n_pools_released": 3,
+        "n_ended": 2,
+        "n_refused": 1,
+    }
+    for slot, waits in zip(document["slots"], (True, False), strict=True):
+        slot["waits"] = waits
+    sample = wire.read_counters(json.dumps(document).encode(), 0.0)
+    assert sample.overflow == OverflowSample(waited=5, slots_cleared=4, pools_released=3, ended=2, refused=1)
+    assert [slot.waits for slot in sample.slots] == [True, False]
 
 
 def test_a_state_that_is_not_known_is_not_guessed():
