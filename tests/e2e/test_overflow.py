@@ -304,16 +304,16 @@ async def test_random_pressure(fast: Engine) -> None:
 async def test_drafts_take_only_what_is_left(patched: Path, smollm: Path, tmp_path: Path) -> None:
     """ENG-8: with speculation on, a long draft neither overflows the cache nor ends anybody early."""
     llama(tmp_path / "llama.gguf", smollm)
-    args = (*ARGS, "-c", str(CELLS), "--spec-type", "ngram-simple")
+    args = (*ARGS, "-c", str(CELLS), "--spec-type", "ngram-simple", "--slot-save-path", str(tmp_path))
     async with bare_engine(patched, tmp_path / "llama.gguf", tmp_path, *args) as http:
         engine = Engine(http, tmp_path)
-        body = {"grammar": 'root ::= "a"*'}  # easy to guess
+        body = {"grammar": 'root ::= "ab"*'}  # easy to guess
         answers = await asyncio.gather(
             *(engine.complete(ids(each, PROMPT), NEW, **body) for each in range(SLOTS))
         )
         assert [answer.status for answer in answers] == [200] * SLOTS
         finals = [answer.json for answer in answers]
-        assert sum(final["timings"].get("draft_n_accepted", 0) for final in finals) > 0
+        assert sum(final["timings"].get("draft_n", 0) for final in finals) > 0
         whole = [final for final in finals if not final["truncated"]]
         assert whole
         assert {final["tokens_predicted"] for final in whole} == {NEW}
