@@ -80,7 +80,7 @@ class EngineSettings(_Section):
 
     prefill_cap: int | None = Field(default=None, ge=0)
     """Prompt tokens, of all requests and pools, that a step may add while others generate; smaller is
-    smoother for those and slower for prompts. 0: no cap. Unset: 32 on CPU hosts, no cap on GPUs."""
+    smoother for those and slower for prompts. 0: no cap. Unset: 16 on CPU hosts, no cap on GPUs."""
 
     args: tuple[str, ...] = ()
     """Further llama-server arguments, one list item a word. Those that would break pools are refused."""

@@ -25,7 +25,7 @@ def test_arguments_of_a_plain_start():
     """The whole profile, in order."""
     assert " ".join(PLAIN.argv()) == (
         "--model /m.gguf --host /run/engine-0.sock --kv-unified --parallel 4 --ctx-size 8192 "
-        "--polykv-max-pools 16 --polykv-prefill-cap 32 "
+        "--polykv-max-pools 16 --polykv-prefill-cap 16 "
         "--cache-ram 0 --no-cache-idle-slots --no-context-shift --cache-reuse 0 "
         "--slots --metrics --slot-save-path /state/slots-0 --sse-ping-interval 10 -b 512 --alias m.gguf"
     )
@@ -55,10 +55,10 @@ def test_without_pools_a_stock_binary_starts_too():
 @pytest.mark.parametrize(
     ("cap", "extra", "passed"),
     [
-        (None, (), ["32"]),
-        (None, ("-ngl", "0"), ["32"]),
+        (None, (), ["16"]),
+        (None, ("-ngl", "0"), ["16"]),
         (None, ("-ngl", "99"), []),
-        (None, ("-b", "64"), ["32"]),
+        (None, ("-b", "64"), ["16"]),
         (7, ("-ngl", "99"), ["7"]),
         (0, (), []),
     ],
