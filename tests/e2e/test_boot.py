@@ -29,6 +29,7 @@ def boot(binary: Path, model: Path, *args: str) -> tuple[int, str]:
         (("--kv-unified",), "--parallel"),
         (("--kv-unified", "--parallel", "250"), "256"),
         (("--kv-unified", "--parallel", "2", "--embedding"), "embedding"),
+        (("--kv-unified", "--parallel", "2", "--polykv-prefill-cap", "-1"), "--polykv-prefill-cap"),
     ],
 )
 def test_settings_that_cannot_share_cells_are_refused(
