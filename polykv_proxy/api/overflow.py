@@ -14,7 +14,7 @@ from polykv_proxy.engine.overflow import STATUS, kind_of, recognise, typed
 if TYPE_CHECKING:
     from polykv_proxy.core.types import EngineFacts
 
-STATUSES = frozenset({400, 500})
+STATUSES = frozenset({400, 500, 503})
 """With which the engine tells that there is no more room."""
 
 _object = msgspec.json.Decoder(dict[str, Any])

@@ -55,6 +55,10 @@ _ONE_SEQUENCE = (
 )
 _NO_FIGURES = frozenset({"context shift is disabled", "context shift cannot be used for shared prompt"})
 _CELLS = frozenset({"Context size has been exceeded."})
+_NEVER_FITS = re.compile(
+    r"the KV cache is full: the prompt needs (\d+) cells, pools and kept slots leave (\d+)"
+)
+"""The other refusal of the valve, that others need the cells now, passes: asking again later is the cure."""
 
 
 def recognise(error: Mapping[str, Any]) -> Overflow | None:
@@ -69,6 +73,8 @@ def recognise(error: Mapping[str, Any]) -> Overflow | None:
     for wording in _ONE_SEQUENCE:  # 1
         if (found := wording.fullmatch(message)) is not None:
             return Overflow(int(found[1]), int(found[2]), cells=False)
+    if (found := _NEVER_FITS.fullmatch(message)) is not None:
+        return Overflow(int(found[1]), int(found[2]), cells=True)
     if message in _CELLS or message in _NO_FIGURES:
         return Overflow(None, None, cells=message in _CELLS)
     if error.get("type") == TYPE:  # 2

@@ -23,6 +23,14 @@ CELLS = {"code": 500, "message": "Context size has been exceeded.", "type": "ser
             Overflow(5, 4, cells=False),
         ),
         (CELLS, Overflow(None, None, cells=True)),
+        (
+            {
+                "code": 503,
+                "message": "the KV cache is full: the prompt needs 900 cells, pools and kept slots leave 300",
+                "type": "kv_cache_full_error",
+            },
+            Overflow(900, 300, cells=True),
+        ),
         ({"message": "context shift is disabled", "type": "server_error"}, Overflow(None, None, cells=False)),
         (
             {"message": "context shift cannot be used for shared prompt", "type": "server_error"},
@@ -55,6 +63,7 @@ def test_overflows_are_recognised(error, expected):
         "Tell me: Context size has been exceeded.",
         "Context size has been exceeded. Why?",
         "request (1 tokens) exceeds the available context size (2 tokens), try increasing it, they said",
+        "the KV cache is full: other requests need the cells, try again later",
         "Compute error.",
         "Invalid input batch.",
         "",
