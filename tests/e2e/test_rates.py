@@ -20,15 +20,17 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-TOKENS = 320
+TOKENS = 224
 STEADY_AFTER = 64
 """Tokens after which a rate is looked at."""
 
 WITHIN = 0.10
-STEADY = 1.15
-"""Most by which one half of a part may be faster than the other."""
+STEADY = 1.3
+"""Most by which one window of a part may be faster than another."""
 
-ATTEMPTS = 3
+WINDOW_S = 2.0
+"""An estimate looks so far back. Where speed swings, its mean lies within what such windows show."""
+
 PROMPT = "Count from 1 to 1000, one number in each line, without stopping."
 VARIANTS = [(api, stream) for api in ("chat", "anthropic", "responses") for stream in (True, False)]
 
@@ -135,6 +137,14 @@ class Watch:
         (first_at, first), (last_at, last) = within[0], within[-1]
         return (last - first) / (last_at - first_at)
 
+    def swing(self, begin: float, end: float, slot: int | None = None) -> tuple[float, float]:
+        """Slowest and fastest window of ``WINDOW_S`` that an estimate may have looked at."""
+        rates = []
+        for at, _ in self.counters:
+            if begin - WINDOW_S <= at <= end - WINDOW_S / 2:
+                rates.append(self.generated(at, at + WINDOW_S, slot))
+        return min(rates), max(rates)
+
     def steady(self, sessions: int) -> float:
         """When so many slots were at work and each had generated ``STEADY_AFTER`` tokens."""
         began = {slot["id"]: slot["n_gen_total"] for slot in self.counters[0][1]["slots"]}
@@ -147,7 +157,7 @@ class Watch:
         raise AssertionError("never steady")
 
 
-async def measured(served: Served, *variants: tuple[str, bool], attempt: int = 0) -> tuple[Watch, list[Seen]]:
+async def measured(served: Served, *variants: tuple[str, bool]) -> tuple[Watch, list[Seen]]:
     """Requests side by side, watched; each of a session that is new."""
     await served.quiet()
     watch = Watch()
@@ -158,7 +168,7 @@ async def measured(served: Served, *variants: tuple[str, bool], attempt: int = 0
                 await asyncio.sleep(0.01)
             seen = await asyncio.gather(
                 *(
-                    run(served, f"{api}-{stream}-{len(variants)}-{at}-{attempt}", api, stream=stream)
+                    run(served, f"{api}-{stream}-{len(variants)}-{at}", api, stream=stream)
                     for at, (api, stream) in enumerate(variants)
                 )
             )
@@ -181,39 +191,50 @@ async def slots_of(served: Served) -> dict[str, int]:
     return {session["session_id"]: session["slot"] for session in listed if session["slot"] is not None}
 
 
-async def check(served: Served, watch: Watch, seen: list[Seen], begin: float, end: float) -> None:
+@dataclass
+class Part:
+    """A part of the time in which requests ran, with their first tokens behind them."""
+
+    watch: Watch
+    seen: list[Seen]
+    begin: float
+    end: float
+    steady: bool
+    """Whether the machine was: others may take its cores away."""
+
+    def agree(self, reported: float, counted: float, slot: int | None = None) -> None:
+        """What was reported is what was counted, or lies within the machine's swings.
+
+        Where speed swings, a mean of looks back is no mean of the time itself.
+        """
+        low, high = (counted, counted) if self.steady else self.watch.swing(self.begin, self.end, slot)
+        print(f"reported {reported:.2f}, counted {counted:.2f}, between {low:.2f} and {high:.2f}")
+        assert low * (1 - WITHIN) <= reported <= high * (1 + WITHIN)
+
+
+async def check(served: Served, part: Part) -> None:
     """What was reported of each session is what its client got, or what its slot did."""
     where = await slots_of(served)
-    for each in seen:
+    for each in part.seen:
         if each.arrivals:
-            counted = client_rate(each, begin, end)
+            counted = client_rate(each, part.begin, part.end)
         else:
-            counted = watch.generated(begin, end, where[each.name])
-        reported = watch.reported(each.name, begin, end)
-        print(f"{each.name}: reported {reported:.2f}, counted {counted:.2f}")
-        assert reported == pytest.approx(counted, rel=WITHIN), each.name
+            counted = part.watch.generated(part.begin, part.end, where[each.name])
+        part.agree(part.watch.reported(each.name, part.begin, part.end), counted, where[each.name])
 
 
-async def steadily(served: Served, *variants: tuple[str, bool]) -> tuple[Watch, list[Seen], float, float]:
-    """Requests side by side, and the part of their time in which each has its first tokens behind it.
-
-    Rates are compared over a part in which the machine was steady: where others took its cores away in the
-    middle, it is tried again.
-    """
-    for attempt in range(ATTEMPTS):
-        watch, seen = await measured(served, *variants, attempt=attempt)
-        begin, end = watch.steady(len(variants)), min(each.done_at for each in seen) - 0.1
-        middle = (begin + end) / 2
-        halves = watch.generated(begin, middle) / watch.generated(middle, end)
-        if 1 / STEADY < halves < STEADY or attempt == ATTEMPTS - 1:
-            return watch, seen, begin, end
-    raise AssertionError("unreachable")
+async def steadily(served: Served, *variants: tuple[str, bool]) -> Part:
+    """Requests side by side, and the part of their time in which each has its first tokens behind it."""
+    watch, seen = await measured(served, *variants)
+    begin, end = watch.steady(len(variants)), min(each.done_at for each in seen) - 0.1
+    low, high = watch.swing(begin, end)
+    return Part(watch, seen, begin, end, steady=high < STEADY * low)
 
 
 @pytest.mark.parametrize(("api", "stream"), VARIANTS)
 async def test_one_session_is_told_its_speed(proxy: Served, api: str, *, stream: bool) -> None:
     """On each API, streamed or not: the time-mean of what is reported against what was counted."""
-    await check(proxy, *await steadily(proxy, (api, stream)))
+    await check(proxy, await steadily(proxy, (api, stream)))
 
 
 @pytest.mark.parametrize(
@@ -225,13 +246,12 @@ async def test_one_session_is_told_its_speed(proxy: Served, api: str, *, stream:
 )
 async def test_four_sessions_are_told_theirs(proxy: Served, variants: list[tuple[str, bool]]) -> None:
     """Side by side; their sum is the aggregate, and nobody who is not warm is in the mean."""
-    watch, seen, begin, end = await steadily(proxy, *variants)
-    await check(proxy, watch, seen, begin, end)
-    aggregate = watch.mean("aggregate_tps", begin, end)
-    summed = sum(watch.reported(each.name, begin, end) for each in seen)
-    print(f"sum {summed:.2f}, aggregate {aggregate:.2f}")
-    assert summed == pytest.approx(aggregate, rel=WITHIN)
-    assert aggregate == pytest.approx(watch.generated(begin, end), rel=WITHIN)
+    part = await steadily(proxy, *variants)
+    await check(proxy, part)
+    watch, begin, end = part.watch, part.begin, part.end
+    counted = watch.generated(begin, end)
+    part.agree(watch.mean("aggregate_tps", begin, end), counted)
+    part.agree(sum(watch.reported(each.name, begin, end) for each in part.seen), counted)
     warming = 0
     for _, document in watch.documents:
         known = [each["tps_ewma"] for each in document["sessions"] if each["tps_ewma"] is not None]
@@ -313,10 +333,15 @@ async def test_a_stock_engine_tells_enough(tmp_path: Any, stock: Any, smollm: An
         seen = await run(served, "stock", "chat", stream=True)
         watcher.cancel()
         begin, end = seen.arrivals[STEADY_AFTER], seen.arrivals[-1]
-        reported, counted = watch.reported("stock", begin, end), client_rate(seen, begin, end)
-        print(f"stock: reported {reported:.2f}, counted {counted:.2f}")
+        reported = watch.reported("stock", begin, end)
+        windows = [
+            client_rate(seen, at, at + WINDOW_S)
+            for at in seen.arrivals
+            if begin - WINDOW_S <= at <= end - WINDOW_S
+        ]
+        print(f"stock: reported {reported:.2f}, between {min(windows):.2f} and {max(windows):.2f}")
         # a token's time is known only as that of the look which saw it
-        assert reported == pytest.approx(counted, rel=2 * WITHIN)
+        assert min(windows) * (1 - 2 * WITHIN) <= reported <= max(windows) * (1 + 2 * WITHIN)
         path, body = request_of("chat", stream=False, tokens=60)
         answer = (await served.http.post(path, {**body, "session_id": "plain"})).json
         # of its last seconds; the timings are of all of it
