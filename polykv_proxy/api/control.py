@@ -104,6 +104,8 @@ class ControlApi:
             return await handler(request)
         except PolyKVError as error:
             return _error(error)
+        except web.RequestPayloadError as error:  # a content coding that it does not have
+            return _error(BadRequestError(f"the body cannot be read: {error}"))
         except web.HTTPException as error:
             if error.status < 400:
                 raise

@@ -407,7 +407,8 @@ class PoolTree:
 
         Its number is taken until ``retire``. The old object lives on as a ghost while slots hold cells.
         """
-        evicted = replace(pool, state=PoolState.EVICTED, uid=None, file_bytes=None, children=[])
+        # requests that run on it run on the ghost, and end there
+        evicted = replace(pool, state=PoolState.EVICTED, uid=None, file_bytes=None, children=[], attached=0)
         for child in pool.living_children:
             child.parent = evicted
             evicted.children.append(child)
@@ -451,7 +452,7 @@ class PoolTree:
             pool.children.clear()
         for pool in self._pools.values():
             pool.parent, pool.branch_pos, pool.uid, pool.file_bytes = None, 0, None, None
-            pool.state = PoolState.LOST
+            pool.state, pool.attached = PoolState.LOST, 0  # what ran on it is over, and its lease with it
         self._forget()
 
     def nodes(self) -> list[PrefixPool]:

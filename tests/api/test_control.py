@@ -717,3 +717,9 @@ async def test_pools_that_are_off_say_so(proxies):
         assert (answer.status, answer.error["code"]) == (501, "polykv_disabled")
     assert (await rig.ask("/polykv/pools/x", method="DELETE")).status == 501
     assert (await rig.ask("/polykv/sessions")).status == 200
+
+
+async def test_a_body_in_a_coding_that_it_does_not_have_is_refused(rig):
+    """In our words, as any other that cannot be read."""
+    answer = await rig.ask("/polykv/tokenize", {"prompt": "a"}, Content_Encoding="gzip")
+    assert (answer.status, answer.json["error"]["code"]) == (400, "invalid_request")

@@ -146,3 +146,19 @@ def test_what_nobody_knows_of_is_found():
     slots = tuple(rider(uid, number) for number, uid in enumerate((1, 2, 7, 8, 9)))
     assert strays(tree, reading(slots, pools)) == ([8], [3, 4])
     assert strays(tree, reading((slot_sample(0, uid=9),), pools[:2])) == ([], [])
+
+
+def test_what_ran_on_a_pool_that_went_holds_it_no_longer():
+    """An eviction leaves the requests to the ghost, a restart ends them: the lifetime goes on."""
+    tree = PoolTree(2)
+    pool = add(tree, [1] * 10, uid=1, ttl_s=5.0)
+    pool.attached = 1
+    gone = evicted(tree, pool)
+    assert (pool.attached, gone.attached) == (1, 0)
+    assert tend(tree, None, 20.0) == [gone]
+    tree.release(gone)
+    other = add(tree, [2] * 10, uid=2, ttl_s=5.0)
+    other.attached = 1
+    tree.lose_all()
+    assert other.attached == 0
+    assert other in tend(tree, None, 20.0)
