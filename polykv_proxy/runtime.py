@@ -225,7 +225,7 @@ class Runtime:
             return before, known, self.plane.capability_reason  # tested already
         if self._copies is None or not self._copies.max_pools:
             return Relaying(self.client), facts, reason
-        copies = Copies(self.client, self._copies, self.spawn, self._took, self._empty_one)
+        copies = Copies(self.client, self._copies, self.spawn, self._took, self.empty_oldest)
         if isinstance(before, Copies):
             copies.files.inherit(before.files)
         facts, missing = await copies.self_test(facts)
@@ -237,7 +237,7 @@ class Runtime:
         """The engine put a request into a slot of its own choice."""
         self._perform(self.plane.on_slot_learnt(lease, slot, monotonic()))
 
-    async def _empty_one(self) -> bool:
+    async def empty_oldest(self) -> bool:
         """Empty the idle slot that was unused for the longest time; False when none holds anything."""
         slot = self.plane.board.oldest()
         lease = None if slot is None else self.borrow(slot)

@@ -102,6 +102,7 @@ class FakePolykv(FakeEngine):
         cancelled: tasks that were cancelled on purpose.
         broken: routes, by path, with what they answer instead: (status, body).
         slow: routes, by path, that wait for an event before they answer.
+        cells: those that a pool may find.
         renders: how a chat body becomes text.
         reuses: whether slots keep what a next prompt agrees with; off, they are always computed anew.
         damage: what attaching gets wrong: ``reuse``, ``share`` or ``leak``.
@@ -110,6 +111,7 @@ class FakePolykv(FakeEngine):
     def __init__(self, *, slots: int = 2, max_pools: int = 2) -> None:
         super().__init__(unix=True)
         self.max_pools = max_pools
+        self.cells = CELLS
         self.epoch = "epoch-1"
         self.gate = asyncio.Event()
         self.gate.set()
@@ -282,6 +284,10 @@ class FakePolykv(FakeEngine):
         above = [] if parent is None else parent.cells[: body["n_parent"]]
         if parent is not None and agreeing(parent.tokens, tokens) < body["n_parent"]:
             return _refuse(400, "the tokens are not the parent's")
+        need = len(tokens) - max(len(above), agreeing(slot.tokens, tokens))
+        free = self.cells - self.used
+        if need > free + len(slot.tokens) - slot.shared:
+            return _refuse(503, f"not enough free KV cells: {need} needed, {free} free")
         kept = slot.cells[: agreeing(slot.tokens, tokens)]  # the engine goes on from what the slot holds
         self._begin(slot, body["tag"])
         try:

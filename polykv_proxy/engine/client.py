@@ -30,6 +30,9 @@ CONTROL_TIMEOUT_S = 5.0
 STEP_TIMEOUT_S = 120.0
 """Operations on cells wait for the batch that is being computed; on a small CPU that takes seconds."""
 
+NO_CELLS = "not enough free KV cells"
+"""How the engine begins when a pool does not fit beside what is there; it gives up nothing by itself."""
+
 TOKENIZE_TIMEOUT_S = 60.0
 """Rendering and tokenizing a megabyte takes seconds on a small machine."""
 
@@ -292,6 +295,8 @@ class EngineClient:
             raise UnavailableError(
                 f"the engine refuses the proxy: {message}; set engine.api_key", code="engine_auth"
             )
+        if message.startswith(NO_CELLS):
+            raise UnavailableError(message, code="cells_exhausted")
         raise UnavailableError(message, code="engine_refused" if status == 503 else "engine_failed")
 
     async def _raw(

@@ -141,3 +141,29 @@ async def test_a_child_whose_parent_cannot_be_had_stays_evicted(rig, monkeypatch
     assert (below.state, below.branch_pos) == (PoolState.EVICTED, 40)
     assert rig.engine.used == 0
     await every_cell_has_its_owner(rig)
+
+
+async def test_idle_conversations_make_room_for_a_pool(proxies):
+    """Those that were out of use for longest first, and no more of them than it takes."""
+    rig = await proxies(slots=3)
+    for name in ("oldest", "older", "latest"):
+        await talked(rig, name)
+        await rig.quiet()
+    plane = rig.runtime.plane
+    rig.engine.cells = rig.engine.used - 20  # the slot that it is computed in does not give enough
+    pool, created, _ = await create(rig)
+    assert (created, pool.resident) == (True, True)
+    resident = [plane.sessions.get(name).slot is not None for name in ("oldest", "older", "latest")]
+    assert resident == [False, False, True]
+
+
+async def test_a_pool_that_does_not_fit_beside_those_who_run_is_refused(rig):
+    """Nothing that runs is touched; the next in need may have better luck."""
+    rig.engine.cells = len(TOKENS) - 1
+    with pytest.raises(UnavailableError, match="not enough free KV cells") as caught:
+        await create(rig)
+    assert caught.value.code == "cells_exhausted"
+    await rig.quiet()
+    assert rig.runtime.plane.tree.sequences_used == 0
+    rig.engine.cells = 4096
+    assert (await create(rig))[1]
