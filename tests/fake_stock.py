@@ -107,15 +107,15 @@ class FakeStock(FakePolykv):
             return web.json_response({"id_slot": number, "n_erased": count})
         path = self.folder / name
         if action == "save":
-            path.write_bytes(slot_file(slot.tokens))
-            size = len(slot.tokens) * BYTES_PER_TOKEN
-            return web.json_response({"n_saved": len(slot.tokens), "n_written": size})
+            written = slot_file(slot.tokens).ljust(len(slot.tokens) * BYTES_PER_TOKEN, b"\0")
+            path.write_bytes(written)
+            return web.json_response({"n_saved": len(slot.tokens), "n_written": len(written)})
         slot.tokens = []
         used = sum(len(each.tokens) for each in self.sequences)
-        if not path.exists() or used + path.stat().st_size // 4 - 6 > self.cells:
+        count = struct.unpack("<i", path.read_bytes()[8:12])[0] if path.exists() else 0
+        if not count or used + count - 3 > self.cells:
             return _refuse(400, "Unable to restore slot: No available space or invalid slot save file")
-        raw = path.read_bytes()[12:]
-        words = struct.unpack(f"<{len(raw) // 4}i", raw)
+        words = struct.unpack(f"<{count}i", path.read_bytes()[12 : 12 + 4 * count])
         slot.tokens = list(words[3:])
         self._restored.add(number)
         return web.json_response(

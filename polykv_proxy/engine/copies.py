@@ -316,6 +316,9 @@ class Copies:
 
         The engine makes room when it computes, not when it restores: so idle slots are emptied here.
         """
+        if not await self.files.is_whole(file):
+            log.warning("pool_file_damaged", file=file.name, tokens=len(file.tokens))
+            return
         while True:
             try:
                 await self._client.restore_slot(slot, file.name)

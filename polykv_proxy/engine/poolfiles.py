@@ -88,6 +88,19 @@ class PoolFiles:
         with contextlib.suppress(FileNotFoundError):
             await asyncio.to_thread((self.folder / name).unlink)
 
+    async def is_whole(self, file: PoolFile) -> bool:
+        """Whether a file is as long as it was saved; always so where it cannot be looked at.
+
+        The engine does not survive one that was cut.
+        """
+        if self.folder is None:
+            return True
+        try:
+            found = await asyncio.to_thread((self.folder / file.name).stat)
+        except OSError:
+            return False
+        return found.st_size == file.file_bytes
+
     def inherit(self, before: PoolFiles) -> None:
         """Take over what an earlier load of the engine left on its disk."""
         if self.folder is None:

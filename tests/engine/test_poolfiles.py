@@ -63,3 +63,17 @@ async def test_what_is_no_pools_is_not_touched(tmp_path, name):
     PoolFiles(CopyLimits(3, tmp_path)).tidy()
     assert not path.exists()
     assert (tmp_path / name).exists()
+
+
+async def test_a_file_that_was_cut_is_noticed(tmp_path):
+    """The engine would not survive it; one on another host is as good as its word."""
+    files = PoolFiles(CopyLimits(3, tmp_path))
+    path = saved(files, tmp_path)
+    path.write_bytes(b"x" * 20)
+    assert await files.is_whole(files.get(ONE))
+    path.write_bytes(b"x" * 10)
+    assert not await files.is_whole(files.get(ONE))
+    path.unlink()
+    assert not await files.is_whole(files.get(ONE))
+    elsewhere = PoolFiles(CopyLimits(3))
+    assert await elsewhere.is_whole(files.get(ONE))
