@@ -56,6 +56,9 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
+POOL_HOLD_S = 60.0
+"""How long the creation of a pool waits for an engine that is starting."""
+
 PASS_THROUGH_HOLD_S = 10.0
 """How long a request that needs no slot waits for an engine that is starting."""
 
@@ -99,7 +102,7 @@ class Proxy:
             self.fleet = fleet = Fleet([start.engine for start in starts])
 
             guard = Guard(_admin_key(settings), (*settings.allowed_hosts, settings.listen_host))
-            control = ControlApi(fleet, guard, shared=settings.share_across_keys)
+            control = ControlApi(fleet, guard, shared=settings.share_across_keys, hold_s=POOL_HOLD_S)
             advice = Advice(fleet.first.plane.policy)
             journal = Journal(settings.requests.keep, Runtime.now_ts)
             tps = TpsApi(fleet, control.sees, interval_s=settings.telemetry.tps_interval_s)

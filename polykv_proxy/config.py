@@ -17,6 +17,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
+from urllib.parse import urlsplit
 
 import yaml
 from pydantic import (
@@ -114,6 +115,9 @@ class EngineSettings(_Section):
     def _url_form(cls, value: str | None) -> str | None:
         if value is not None and not value.startswith(("http://", "https://", "unix:/")):
             raise ValueError("must be http://host:port or unix:/path/to.sock")
+        if value is not None and value.startswith("http") and urlsplit(value).path.strip("/"):
+            # a client's base URL ends in /v1; the proxy needs all of the engine's routes
+            raise ValueError("must be http://host:port, without a path such as /v1")
         return value
 
     @model_validator(mode="after")

@@ -5,6 +5,7 @@ Rule: a pool or a session is on one engine. What does not say where it belongs g
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qs
@@ -80,6 +81,17 @@ class Fleet:
     def serving(self) -> bool:
         """Whether at least one engine takes requests."""
         return any(engine.plane.serving for engine in self)
+
+    async def wait_until_serving(self, timeout_s: float) -> None:
+        """Returns when one engine takes requests, or so many seconds have passed."""
+        if self.serving:
+            return
+        waits = [asyncio.get_running_loop().create_task(engine.runtime.serving.wait()) for engine in self]
+        try:
+            await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
 
     def named(self, name: str) -> Engine:
         """An engine by its name.

@@ -120,6 +120,7 @@ def test_file_named_by_the_environment(write, monkeypatch):
             "engine: {parallel: 200, max_pools: 57}",
             r"engine: parallel \(200\) \+ max_pools \(57\) must be at most 256",
         ),
+        ("engine: {url: 'http://h:1/v1'}", "engine.url: must be http://host:port, without a path"),
         ("engine: {url: 'ftp://x'}", "engine.url: must be http://host:port or unix:/path"),
         ("engine: {restart_backoff_s: 90}", "engine: restart_backoff_s must not exceed"),
         ("queue: {max_wait_s: -1}", "queue.max_wait_s: Input should be greater than or equal to 0"),

@@ -1,5 +1,7 @@
 """Claims about ``fleet``: what belongs to which engine is found, whoever asks."""
 
+import asyncio
+
 import pytest
 from api.rig import CHAT, SYSTEM, chat
 
@@ -107,3 +109,19 @@ async def test_a_fleet_serves_while_one_engine_does(proxies):
     rig.down()
     assert rig.fleet.serving
     assert [engine.has_pools for engine in rig.fleet] == [False, True]
+
+
+async def test_whoever_needs_an_engine_can_wait_for_one(proxies):
+    """For the first that serves, and no longer than they like."""
+    rig = await proxies(models=ALIKE)
+    await rig.fleet.wait_until_serving(0.0)
+    for engine in rig.fleet:
+        engine.plane.on_engine_down()
+        engine.runtime.serving.clear()
+    await rig.fleet.wait_until_serving(0.01)
+    assert not rig.fleet.serving
+    waiting = asyncio.get_running_loop().create_task(rig.fleet.wait_until_serving(60.0))
+    await asyncio.sleep(0)
+    rig.fleet[1].runtime.serving.set()
+    async with asyncio.timeout(10.0):
+        await waiting

@@ -70,12 +70,14 @@ class ControlApi:
         fleet: the engines.
         guard: who may.
         shared: whether callers with different keys share prefixes.
+        hold_s: seconds that a new pool waits for an engine.
     """
 
-    def __init__(self, fleet: Fleet, guard: Guard, *, shared: bool) -> None:
+    def __init__(self, fleet: Fleet, guard: Guard, *, shared: bool, hold_s: float) -> None:
         self._fleet = fleet
         self._guard = guard
         self._shared = shared
+        self._hold_s = hold_s
 
     def application(self, max_body_bytes: int, further: Iterable[web.RouteDef] = ()) -> web.Application:
         """The routes, and those of others, behind the guard and the error envelope."""
@@ -120,6 +122,7 @@ class ControlApi:
 
     async def create_pool(self, request: web.Request) -> web.Response:
         """``POST /polykv/pools``: 201 with a new pool, 200 with the one that holds this content already."""
+        await self._fleet.wait_until_serving(self._hold_s)
         self._fleet.require_pools()
         wanted = await _read(request, PoolRequest)
         if wanted.from_session is not None:

@@ -124,12 +124,20 @@ class RecordBook:
 
         Args:
             scope: None sees all.
-            session_id: only those of this session; None: of all.
+            session_id: only those of this session, and of conversations that run under its name beside it
+                (``id#2`` and so on); None: of all.
             limit: at most so many.
         """
         seen = (
             record
             for record in reversed(self._records.values())
-            if scope in (None, record.scope) and session_id in (None, record.session_id)
+            if scope in (None, record.scope) and _is_of(record.session_id, session_id)
         )
         return list(islice(seen, limit))
+
+
+def _is_of(session_id: str | None, asked: str | None) -> bool:
+    """Whether a session is the one that was asked for, or one of its namesakes."""
+    if asked is None or session_id == asked:
+        return True
+    return session_id is not None and session_id.partition("#")[0] == asked

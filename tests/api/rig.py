@@ -139,7 +139,7 @@ class Rig:
         self.fleet = Fleet(engines)
         self.runtime, self.pooling = engines[0].runtime, engines[0].pooling
         guard = Guard(self._admin, self.settings.allowed_hosts)
-        control = ControlApi(self.fleet, guard, shared=self.settings.share_across_keys)
+        control = ControlApi(self.fleet, guard, shared=self.settings.share_across_keys, hold_s=self._hold_s)
         advice = Advice(self.fleet.first.plane.policy)
         self.journal = Journal(self.settings.requests.keep, Runtime.now_ts)
         self.tps = TpsApi(self.fleet, control.sees, interval_s=self.settings.telemetry.tps_interval_s)

@@ -90,3 +90,12 @@ def test_computed_is_what_was_not_cached():
     assert record.computed_tokens is None
     record.cached_tokens = 90
     assert record.computed_tokens == 10
+
+
+def test_a_name_finds_all_conversations_under_it():
+    """A request whose history was edited away is another conversation under the same name."""
+    book = RecordBook(10, "x")
+    for session in ("A", "A#2", "B", "AB", None):
+        book.begin("/p", MINE, 0.0).session_id = session
+    assert [record.session_id for record in book.latest(MINE, session_id="A", limit=10)] == ["A#2", "A"]
+    assert [record.session_id for record in book.latest(MINE, session_id="A#2", limit=10)] == ["A#2"]
