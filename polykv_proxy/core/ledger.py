@@ -1,0 +1,430 @@
+"""The ledger of an engine's KV cells: what is held, what is promised, what can be taken back.
+
+The engine's cache is one room for all, and when it is full every running request suffers. So nothing is
+sent unless the ledger says that it fits.
+
+Rule 1: ours first. Every change is written down when it is decided, in the same step; a sample corrects it
+later, and one that is too old counts as a full cache.
+Rule 2: a cell is counted once. What pools hold is theirs; a request reserves what it adds.
+Rule 3: a request reserves its prompt and the tokens it is expected to produce. As they come it is costed
+anew, and a reservation is never less than what is held.
+Rule 4: a reservation is released exactly once. Releasing again changes nothing.
+Rule 5: residents that nobody needs now (idle slots, pools that can be computed again) do not count as used:
+they are taken back, least valuable first, before their cells are needed.
+Rule 6: a request that fits an empty cache is never told that it can never fit, and one that cannot is told
+at once.
+Rule 7: when running requests outgrow what was expected of them and nothing is left to take back, those that
+came last are stopped before the cache is full. With ``overcommit`` off that cannot happen: every request
+reserves all it may produce.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Iterable, Mapping
+
+    from polykv_proxy.core.types import LeaseId
+
+Key: TypeAlias = "Hashable"
+"""Names a resident, such as ``("slot", 3)`` or ``("pool", id)``."""
+
+
+class Fit(Enum):
+    """Whether a request fits."""
+
+    FITS = "fits"
+    WAITS = "waits"
+    """Not now: wait as for a free slot."""
+    NEVER = "never"
+    """Not even with everything gone that may go."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """What a request adds to the cache, in cells."""
+
+    prompt: int
+    """Prompt tokens that no pool holds; those that its own slot holds from earlier are among them."""
+    expected: int
+    """Tokens it will produce, as far as is known; all its sequences together."""
+    bound: int
+    """Tokens it may produce at most."""
+    exact: bool = True
+    """Whether ``prompt`` was counted. If not it is an upper bound, and proves nothing about never."""
+
+
+@dataclass(slots=True, eq=False)
+class _Resident:
+    cells: int
+    value: float | None
+    lasting: bool
+    holders: int = 0
+    """Running requests that share its cells."""
+    going: bool = False
+    """It was named to be taken back."""
+    gone: bool = False
+    """It has no name any more; its cells go with its last holder."""
+
+    @property
+    def reclaimable(self) -> bool:
+        return self.value is not None and self.holders == 0
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    prompt: int
+    bound: int
+    reserved: int
+    due: int
+    """Cells it holds or is about to fill."""
+    held: int
+    uses: tuple[Key, ...]
+    stopping: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """The ledger at one moment, in cells."""
+
+    total: int
+    protected: int
+    """Held by residents that are not taken back."""
+    reclaimable: int
+    """Held by residents that are, when their cells are needed."""
+    reserved: int
+    """Of running requests, and set aside for promised ones."""
+    unexplained: int
+    """That the engine reports beyond what the ledger knows of."""
+    free: int
+    """Free for newcomers, once what can be taken back is; 0 if more is reserved than there is."""
+    margin: int
+    """Kept free of ``free`` for the growth of those who run."""
+    running: int
+
+    @property
+    def used(self) -> int:
+        """What newcomers cannot have."""
+        return self.total - self.free
+
+    @property
+    def admissible(self) -> int:
+        """What one more request may cost."""
+        return max(0, self.free - self.margin)
+
+
+@dataclass(slots=True)
+class _Sums:
+    resident: int = 0
+    protected: int = 0
+    lasting: int = 0
+    reserved: int = 0
+    due: int = 0
+
+
+class CellLedger:
+    """Cells of one engine, of one load of its model.
+
+    Args:
+        total: cells of the engine.
+        watermark: cells that admissions always leave free.
+        growth: cells that a running request may fill between two looks at it, the time to stop one
+            included.
+        overcommit: reserve what requests are expected to produce, not all they may.
+        stale_after_s: age of the last sample from which the engine counts as full; None where there is
+            nobody to ask.
+    """
+
+    def __init__(
+        self,
+        total: int,
+        *,
+        watermark: int = 0,
+        growth: int = 32,
+        overcommit: bool = True,
+        stale_after_s: float | None = None,
+    ) -> None:
+        self.total = total
+        self._watermark = watermark
+        self._growth = growth
+        self._overcommit = overcommit
+        self._stale_after_s = stale_after_s
+        self._sampled_at: float | None = None
+        self._unexplained = 0
+        self._residents: dict[Key, _Resident] = {}
+        self._requests: dict[Key, _Request] = {}
+        self._earmarks: dict[Key, int] = {}
+        self._sum = _Sums()
+
+    # -- what is seen ------------------------------------------------------------------------------------
+
+    def __contains__(self, request: LeaseId | Key) -> bool:
+        return request in self._requests
+
+    @property
+    def margin(self) -> int:
+        """Cells that the next admission leaves free."""
+        return self._watermark + self._low(len(self._requests) + 1)
+
+    @property
+    def _free(self) -> int:
+        """Free for newcomers; negative when more is reserved than there is."""
+        return self.total - self._sum.protected - self._unexplained - self._sum.reserved
+
+    @property
+    def empty_now(self) -> int:
+        """Cells that hold nothing and are nobody's in the next moment; what is resident is not empty."""
+        return self.total - self._sum.resident - self._unexplained - self._sum.due
+
+    def figures(self) -> Figures:
+        """Everything at once, for reports."""
+        return Figures(
+            total=self.total,
+            protected=self._sum.protected,
+            reclaimable=self._sum.resident - self._sum.protected,
+            reserved=self._sum.reserved,
+            unexplained=self._unexplained,
+            free=max(0, self._free),
+            margin=self.margin,
+            running=len(self._requests),
+        )
+
+    def stale(self, now: float) -> bool:
+        """Whether the last sample is too old to tell."""
+        if self._stale_after_s is None:
+            return False
+        return self._sampled_at is None or now - self._sampled_at > self._stale_after_s
+
+    def _low(self, running: int) -> int:
+        return self._growth * running if self._overcommit else 0
+
+    # -- residents ---------------------------------------------------------------------------------------
+
+    def keep(self, key: Key, cells: int, *, value: float | None = None, lasting: bool = False) -> None:
+        """A resident holds so many cells now; one that is known is changed, and is no longer going.
+
+        Args:
+            key: its name.
+            cells: beyond what other residents hold; shared ones belong to one of them.
+            value: what is lost if it is taken back; None: it is not.
+            lasting: it is pinned: requests must not wait for its end.
+        """
+        old = self._residents.get(key)
+        holders = 0 if old is None else old.holders
+        self._uncount(old)
+        new = self._residents[key] = _Resident(max(0, cells), value, lasting, holders)
+        self._count(new)
+
+    def earmark(self, key: Key, cells: int) -> None:
+        """Set cells aside for a request that was promised a place; 0 ends that."""
+        self._sum.reserved += cells - self._earmarks.pop(key, 0)
+        if cells:
+            self._earmarks[key] = cells
+
+    def drop(self, key: Key) -> None:
+        """A resident is gone; one that is not known does not matter."""
+        old = self._residents.get(key)
+        if old is None:
+            return
+        if old.holders:
+            self._uncount(old)
+            old.gone, old.lasting = True, False
+            self._count(old)
+            return
+        self._uncount(self._residents.pop(key))
+
+    def reclaim(self) -> list[Key]:
+        """Residents to take back now, least valuable first, for the cells that are about to be filled.
+
+        Each is named once: ``drop`` it when it is gone, or ``keep`` it when it would not go.
+        """
+        short = self.margin - self.empty_now
+        if short <= 0:
+            return []
+        short -= sum(each.cells for each in self._residents.values() if each.going)
+        idle = [(key, each) for key, each in self._residents.items() if each.reclaimable and not each.going]
+        named = []
+        for key, each in sorted(idle, key=lambda item: item[1].value or 0.0):
+            if short <= 0:
+                break
+            if each.cells:
+                each.going = True
+                short -= each.cells
+                named.append(key)
+        return named
+
+    def _count(self, each: _Resident, sign: int = 1) -> None:
+        self._sum.resident += sign * each.cells
+        if not each.reclaimable:
+            self._sum.protected += sign * each.cells
+        if each.lasting:
+            self._sum.lasting += sign * each.cells
+
+    def _uncount(self, each: _Resident | None) -> None:
+        if each is not None:
+            self._count(each, -1)
+
+    # -- requests ----------------------------------------------------------------------------------------
+
+    def fit(self, cost: Cost, now: float, *, uses: Iterable[Key] = (), replaces: Key | None = None) -> Fit:
+        """Whether a request could be sent; asking changes nothing.
+
+        1. Counted, and its prompt and one token do not fit beside what lasts: never.
+        2. The last sample is stale: nobody can tell, so it waits.
+        3. What it needs, but no more than it could ever get here, and the margin fit: it fits.
+        4. It waits.
+
+        Args:
+            cost: what it adds.
+            now: monotonic seconds.
+            uses: residents whose cells it will share; they are no longer to be taken back.
+            replaces: the idle resident whose slot it gets; its cells are the request's, or are given back.
+        """
+        if cost.exact and cost.prompt + 1 > self.total - self._watermark - self._sum.lasting:
+            return Fit.NEVER  # 1
+        if self.stale(now):
+            return Fit.WAITS  # 2
+        reserved, claimed = self._need(cost, tuple(uses), replaces)
+        return Fit.FITS if self._free - claimed - reserved >= self._margin_for(cost) else Fit.WAITS  # 3, 4
+
+    def _margin_for(self, cost: Cost) -> int:
+        """The margin, but alone a request has the room that there is."""
+        if self._requests:
+            return self.margin
+        return min(
+            self.margin, max(0, self.total - self._sum.protected - self._unexplained - cost.prompt - 1)
+        )
+
+    def _need(self, cost: Cost, uses: tuple[Key, ...], replaces: Key | None) -> tuple[int, int]:
+        """Cells that a request reserves, and those of residents that it makes unreclaimable."""
+        claimed = sum(
+            each.cells for key in uses if (each := self._residents.get(key)) is not None and each.reclaimable
+        )
+        if replaces is not None and (old := self._residents.get(replaces)) is not None:
+            claimed -= 0 if old.reclaimable else old.cells
+        new = min(cost.expected, cost.bound) if self._overcommit else cost.bound
+        room = self.total - self._sum.protected - claimed - self._watermark - self._low(1)
+        need = min(cost.prompt + new, max(room, cost.prompt + 1 if cost.exact else 1))
+        return need, claimed
+
+    def reserve(
+        self, request: LeaseId | Key, cost: Cost, *, uses: Iterable[Key] = (), replaces: Key | None = None
+    ) -> None:
+        """Write a request down; ``fit`` said that it fits.
+
+        Args:
+            request: names it; one that is known already keeps what it has.
+            cost: see ``fit``.
+            uses: see ``fit``.
+            replaces: see ``fit``.
+        """
+        if request in self._requests:
+            return
+        used = tuple(key for key in uses if key in self._residents)
+        need, _ = self._need(cost, used, replaces)
+        for key in used:
+            each = self._residents[key]
+            self._uncount(each)
+            each.holders += 1
+            self._count(each)
+        if replaces is not None and replaces in self._residents:
+            self._uncount(self._residents.pop(replaces))
+        prompt = min(cost.prompt, need)
+        self._requests[request] = _Request(prompt, cost.bound, need, prompt, 0, used)
+        self._sum.reserved += need
+        self._sum.due += prompt
+
+    def progress(self, request: LeaseId | Key, *, held: int, expected: int) -> None:
+        """Cost a running request anew.
+
+        Args:
+            request: one that is not known is over.
+            held: cells that it fills now, beyond those of residents.
+            expected: tokens that it will produce in all.
+        """
+        each = self._requests.get(request)
+        if each is None:
+            return
+        each.held = held
+        new = min(expected, each.bound) if self._overcommit else each.bound
+        room = self.total - self._sum.protected - self._watermark - self._low(1)
+        reserved = max(held, min(each.prompt + new, room))
+        due = max(held, each.prompt)
+        self._sum.reserved += reserved - each.reserved
+        self._sum.due += due - each.due
+        each.reserved, each.due = reserved, due
+
+    def release(
+        self, request: LeaseId | Key, *, leaves: Key | None = None, cells: int = 0, value: float = 0.0
+    ) -> bool:
+        """A request is over, whatever way; returns whether it was running until now.
+
+        Args:
+            request: see ``reserve``.
+            leaves: the resident that its slot is from now on; None: its cells are empty.
+            cells: that the resident holds.
+            value: see ``keep``.
+        """
+        each = self._requests.pop(request, None)
+        if each is None:
+            return False
+        self._sum.reserved -= each.reserved
+        self._sum.due -= each.due
+        for key in each.uses:
+            resident = self._residents.get(key)
+            if resident is None:
+                continue
+            self._uncount(resident)
+            resident.holders -= 1
+            self._count(resident)
+            if resident.gone and resident.holders == 0:
+                self._uncount(self._residents.pop(key))
+        if leaves is not None:
+            self.keep(leaves, cells, value=value)
+        return True
+
+    def overdrawn(self) -> list[LeaseId | Key]:
+        """Running requests to stop before the cache is full, the latest first; empty almost always.
+
+        1. There is room for what those who run may fill until the next look: nobody.
+        2. Something can still be taken back, or is going: that comes first.
+        3. The latest, until those who are left have that room.
+
+        Each is named once; it counts until it is released.
+        """
+        running = [(key, each) for key, each in self._requests.items() if not each.stopping]
+        going = sum(each.held for each in self._requests.values() if each.stopping)
+        short = self._low(len(running)) - self.empty_now - going
+        short -= self._sum.resident - self._sum.protected  # 2
+        named = []
+        for key, each in reversed(running):
+            if short <= 0:
+                break  # 1
+            each.stopping = True
+            short -= each.due + self._growth
+            named.append(key)  # 3
+        return named
+
+    # -- samples -----------------------------------------------------------------------------------------
+
+    def on_sample(self, used: int, held: Mapping[LeaseId | Key, int], taken_at: float) -> None:
+        """The engine says how many cells are used. Residents have been corrected by ``keep`` before.
+
+        Args:
+            used: cells, all together.
+            held: cells that each running request fills, beyond those of residents.
+            taken_at: monotonic seconds.
+        """
+        self._sampled_at = taken_at
+        for request, cells in held.items():
+            each = self._requests.get(request)
+            if each is not None:
+                each_due = max(cells, each.prompt)
+                reserved = max(cells, each.reserved)
+                self._sum.due += each_due - each.due
+                self._sum.reserved += reserved - each.reserved
+                each.held, each.due, each.reserved = cells, each_due, reserved
+        self._unexplained = max(0, used - self._sum.resident - sum(held.values()))

@@ -1,0 +1,366 @@
+"""Claims about ``core.ledger``: nothing is counted twice, released twice, or sent without room for it."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
+
+from polykv_proxy.core.ledger import CellLedger, Cost, Fit
+
+
+def cost(prompt, expected, bound=None, *, exact=True):
+    """A request's cost; what it may produce is what it will, unless said otherwise."""
+    return Cost(prompt=prompt, expected=expected, bound=expected if bound is None else bound, exact=exact)
+
+
+def ledger(total=1000, **options):
+    """A ledger whose margins are out of the way unless a test is about them."""
+    return CellLedger(total, **{"growth": 0, **options})
+
+
+def test_a_request_reserves_its_prompt_and_what_it_will_produce():
+    """And gives both back, once."""
+    book = ledger()
+    assert book.fit(cost(300, 200), 0.0) is Fit.FITS
+    book.reserve(1, cost(300, 200))
+    assert (book.figures().reserved, book.figures().free, book.empty_now) == (500, 500, 700)
+    assert 1 in book
+    assert book.release(1)
+    assert not book.release(1)
+    assert (book.figures().free, book.empty_now) == (1000, 1000)
+
+
+def test_reserving_twice_changes_nothing():
+    """The first reservation stands."""
+    book = ledger()
+    book.reserve(1, cost(300, 200))
+    book.reserve(1, cost(900, 100))
+    assert book.figures().reserved == 500
+
+
+def test_what_does_not_fit_waits_and_what_never_will_is_told_apart():
+    """Only a counted prompt proves that."""
+    book = ledger()
+    book.reserve(1, cost(300, 300))
+    assert book.fit(cost(300, 101), 0.0) is Fit.WAITS
+    assert book.fit(cost(999, 500), 0.0) is Fit.WAITS
+    assert book.fit(cost(1000, 1), 0.0) is Fit.NEVER
+    assert book.fit(cost(5000, 1, exact=False), 0.0) is Fit.WAITS
+    book.release(1)
+    assert book.fit(cost(999, 500), 0.0) is Fit.FITS
+    assert book.fit(cost(5000, 1, exact=False), 0.0) is Fit.FITS
+
+
+def test_pinned_pools_count_for_never_and_others_only_for_now():
+    """An operator may release a pool, so waiting for that is not hopeless."""
+    book = ledger()
+    book.keep("pinned", 400, lasting=True)
+    book.keep("explicit", 300)
+    assert book.fit(cost(600, 1), 0.0) is Fit.NEVER
+    assert book.fit(cost(599, 1), 0.0) is Fit.WAITS
+    book.drop("explicit")
+    assert book.fit(cost(599, 1), 0.0) is Fit.FITS
+
+
+def test_shared_cells_count_once():
+    """Ten requests on one pool cost ten suffixes, and the pool stays while they run."""
+    book = ledger()
+    book.keep("pool", 600, value=1.0)
+    assert book.figures().free == 1000
+    for number in range(10):
+        assert book.fit(cost(20, 20), 0.0, uses=["pool"]) is Fit.FITS
+        book.reserve(number, cost(20, 20), uses=["pool"])
+    assert book.figures().free == 0
+    assert book.fit(cost(1, 0), 0.0) is Fit.WAITS
+    for number in range(10):
+        book.release(number)
+    assert book.figures().free == 1000
+
+
+def test_claiming_a_pool_that_could_go_counts_as_need():
+    """Its cells are not there for others any more."""
+    book = ledger()
+    book.keep("pool", 600, value=1.0)
+    book.reserve(1, cost(300, 150))
+    assert book.fit(cost(10, 10), 0.0) is Fit.FITS
+    assert book.fit(cost(10, 10), 0.0, uses=["pool"]) is Fit.WAITS
+
+
+def test_a_pool_that_is_dropped_while_it_is_used_goes_with_its_last_user():
+    """As the engine does it."""
+    book = ledger()
+    book.keep("pool", 600)
+    book.reserve(1, cost(10, 10), uses=["pool", "unknown"])
+    book.drop("pool")
+    assert book.figures().protected == 600
+    book.release(1)
+    assert book.figures().protected == 0
+    book.drop("pool")
+
+
+def test_the_slot_that_a_request_gets_is_its_own():
+    """What it held is taken over or given back, and counted once either way."""
+    book = ledger()
+    book.keep(("slot", 0), 700, value=1.0)
+    assert book.fit(cost(750, 50), 0.0, replaces=("slot", 0)) is Fit.FITS
+    book.reserve(1, cost(750, 50), replaces=("slot", 0))
+    assert book.empty_now == 250
+    book.release(1, leaves=("slot", 0), cells=790, value=2.0)
+    assert book.figures().reclaimable == 790
+    assert book.figures().free == 1000
+
+
+def test_a_slot_that_is_not_to_be_reclaimed_is_its_requests_too():
+    """Held for a client that will try again."""
+    book = ledger()
+    book.keep(("slot", 0), 700)
+    assert book.fit(cost(750, 50), 0.0) is Fit.WAITS
+    assert book.fit(cost(750, 50), 0.0, replaces=("slot", 0)) is Fit.FITS
+
+
+def test_what_can_be_taken_back_is_named_least_valuable_first_and_once():
+    """Only as much as is needed, before it is needed."""
+    book = ledger(watermark=100)
+    book.keep("dear", 300, value=9.0)
+    book.keep("cheap", 300, value=1.0)
+    book.keep("mine", 100)
+    assert book.reclaim() == []
+    book.reserve(1, cost(350, 300))
+    assert book.reclaim() == ["cheap"]
+    assert book.reclaim() == []
+    book.keep("cheap", 300, value=1.0)  # it would not go
+    assert book.reclaim() == ["cheap"]
+    book.drop("cheap")
+    assert book.empty_now == 250
+
+
+def test_growth_is_made_room_for_as_it_comes():
+    """A reservation does not evict; cells that are about to be filled do."""
+    book = ledger(growth=20)
+    book.keep("idle", 600, value=1.0)
+    book.reserve(1, cost(100, 700))
+    assert book.reclaim() == []
+    book.progress(1, held=380, expected=700)
+    assert book.reclaim() == ["idle"]
+
+
+def test_a_request_is_costed_anew():
+    """Up and down, within what it may produce, never below what it holds."""
+    book = ledger()
+    book.reserve(1, cost(100, 100, bound=600))
+    book.progress(1, held=150, expected=300)
+    assert book.figures().reserved == 400
+    book.progress(1, held=150, expected=9000)
+    assert book.figures().reserved == 700
+    book.progress(1, held=750, expected=1)
+    assert book.figures().reserved == 750
+    book.progress(2, held=1, expected=1)
+    assert book.figures().reserved == 750
+
+
+def test_without_overcommit_the_bound_is_reserved():
+    """Whatever is expected."""
+    book = ledger(overcommit=False)
+    book.reserve(1, cost(100, 100, bound=600))
+    book.progress(1, held=110, expected=50)
+    assert book.figures().reserved == 700
+    assert book.margin == 0
+
+
+def test_alone_a_request_may_have_all_there_is():
+    """Its estimate must not keep it waiting for ever."""
+    book = ledger(watermark=50, growth=30)
+    assert book.fit(cost(900, 4000), 0.0) is Fit.FITS
+    assert book.fit(cost(949, 4000), 0.0) is Fit.FITS
+    assert book.fit(cost(950, 4000), 0.0) is Fit.NEVER
+
+
+def test_the_latest_are_stopped_before_the_cache_is_full():
+    """Each once, and not before all that can go is gone."""
+    book = ledger(growth=50)
+    book.keep("idle", 200, value=1.0)
+    for number in (1, 2, 3):
+        book.reserve(number, cost(100, 50, bound=900))
+    assert book.overdrawn() == []
+    for number in (1, 2, 3):
+        book.progress(number, held=250, expected=300)
+    assert book.overdrawn() == []
+    book.drop("idle")
+    for number in (1, 2, 3):
+        book.progress(number, held=300, expected=350)
+    assert book.overdrawn() == [3]
+    assert book.overdrawn() == []
+    book.release(3)
+    assert book.overdrawn() == []
+
+
+def test_set_aside_cells_are_nobody_elses():
+    """Until they are given back; changing them does not add up."""
+    book = ledger()
+    book.earmark("promised", 400)
+    book.earmark("promised", 300)
+    assert book.figures().free == 700
+    book.earmark("promised", 0)
+    assert book.figures().free == 1000
+
+
+def test_a_stale_sample_counts_as_full():
+    """Nobody to ask is another matter."""
+    book = ledger(stale_after_s=3.0)
+    assert book.fit(cost(1, 1), 0.0) is Fit.WAITS
+    book.on_sample(0, {}, taken_at=10.0)
+    assert book.fit(cost(1, 1), 13.0) is Fit.FITS
+    assert book.fit(cost(1, 1), 13.1) is Fit.WAITS
+    assert book.fit(cost(1000, 1), 99.0) is Fit.NEVER
+    assert not ledger().stale(1e9)
+
+
+def test_samples_correct():
+    """What the engine has beyond our book is used, until a sample says otherwise."""
+    book = ledger()
+    book.keep("pool", 200)
+    book.reserve(1, cost(100, 100))
+    book.on_sample(500, {1: 100, 9: 50}, taken_at=1.0)
+    figures = book.figures()
+    assert (figures.unexplained, figures.free, figures.used) == (150, 450, 550)
+    book.on_sample(500, {1: 300}, taken_at=2.0)
+    assert (book.figures().unexplained, book.figures().reserved) == (0, 300)
+
+
+def test_figures_for_one_more():
+    """The margin belongs to those who run, and nothing is negative."""
+    book = ledger(watermark=100, growth=10)
+    assert book.figures().admissible == 890
+    book.on_sample(5000, {}, taken_at=1.0)
+    assert (book.figures().free, book.figures().admissible) == (0, 0)
+
+
+class Ledger(RuleBasedStateMachine):
+    """Any order of everything, beside a model that adds up from scratch."""
+
+    requests = Bundle("requests")
+
+    def __init__(self):
+        super().__init__()
+        self.book = CellLedger(1000, watermark=20, growth=5)
+        self.residents = {}
+        self.running = {}
+        self.next = 1
+
+    @rule(key=st.integers(0, 5), cells=st.integers(0, 400), value=st.sampled_from([None, 0.0, 1.0, 2.0]))
+    def keep(self, key, cells, value):
+        """A resident changes."""
+        self.book.keep(key, cells, value=value, lasting=value is None and key == 0)
+        self.residents[key] = cells
+
+    @rule(key=st.integers(0, 5))
+    def drop(self, key):
+        """One goes; while somebody uses it, its cells stay."""
+        self.book.drop(key)
+        if not any(key in uses for uses in self.running.values()):
+            self.residents.pop(key, None)
+
+    @rule(
+        target=requests,
+        prompt=st.integers(0, 1200),
+        expected=st.integers(0, 500),
+        more=st.integers(0, 500),
+        uses=st.sets(st.integers(0, 5), max_size=2),
+        replaces=st.none() | st.integers(0, 5),
+        exact=st.booleans(),
+    )
+    def ask(self, prompt, expected, more, uses, replaces, exact):
+        """A request comes; it is written down only where it fits."""
+        if replaces in uses or any(replaces in used for used in self.running.values()):
+            replaces = None
+        wanted = cost(prompt, expected, expected + more, exact=exact)
+        before = self.book.figures()
+        fit = self.book.fit(wanted, 0.0, uses=uses, replaces=replaces)
+        assert self.book.figures() == before
+        number = self.next
+        self.next += 1
+        if fit is Fit.FITS:
+            self.book.reserve(number, wanted, uses=uses, replaces=replaces)
+            self.running[number] = {key for key in uses if key in self.residents}
+            self.residents.pop(replaces, None)
+            after = self.book.figures()
+            assert after.reserved + after.protected + after.unexplained <= after.total
+            assert after.reserved > before.reserved or not exact
+        elif fit is Fit.NEVER:
+            assert exact
+            assert prompt + 1 + 20 > 1000 - before.protected
+        elif not self.running and before.unexplained == 0:
+            assert before.protected or sum(self.residents.values())
+        return number
+
+    @rule(request=requests, held=st.integers(0, 400), expected=st.integers(0, 900))
+    def progress(self, request, held, expected):
+        """It goes on, as far as it runs."""
+        self.book.progress(request, held=held, expected=expected)
+
+    @rule(request=consumes(requests), leaves=st.none() | st.integers(6, 8), cells=st.integers(0, 300))
+    def release(self, request, leaves, cells):
+        """The first release counts, and no other."""
+        ran = request in self.running
+        assert self.book.release(request, leaves=leaves, cells=cells) is ran
+        assert self.book.release(request, leaves=leaves, cells=cells) is False
+        if not ran:
+            return
+        gone = self.running.pop(request)
+        for key in gone:
+            if key not in self.book._residents:
+                self.residents.pop(key, None)
+        if leaves is not None:
+            self.residents[leaves] = cells
+
+    @rule(used=st.integers(0, 1000))
+    def sample(self, used):
+        """The engine says something else."""
+        self.book.on_sample(used, {}, taken_at=0.0)
+
+    @precondition(lambda self: self.running)
+    @rule()
+    def look(self):
+        """Who is named runs; who is taken back is resident and unused."""
+        for key in self.book.reclaim():
+            assert not any(key in uses for uses in self.running.values())
+            self.book.drop(key)
+            del self.residents[key]
+        named = self.book.overdrawn()
+        assert set(named) <= set(self.running)
+        assert self.book.overdrawn() == []
+
+    @invariant()
+    def it_adds_up(self):
+        """The running sums are the sums, and nothing is below zero."""
+        residents, requests = self.book._residents.values(), self.book._requests.values()
+        figures = self.book.figures()
+        assert figures.protected == sum(each.cells for each in residents if not each.reclaimable)
+        assert figures.reclaimable == sum(each.cells for each in residents if each.reclaimable)
+        assert figures.reserved == sum(each.reserved for each in requests)
+        assert self.book._sum.due == sum(each.due for each in requests)
+        assert self.book._sum.lasting == sum(each.cells for each in residents if each.lasting)
+        assert sum(self.residents.values()) == sum(each.cells for each in residents)
+        assert set(self.running) == set(self.book._requests)
+        assert min(figures.free, figures.reserved, figures.protected, figures.reclaimable) >= 0
+        assert all(each.reserved >= each.held for each in requests)
+        held_by = [key for uses in self.running.values() for key in uses]
+        assert all(each.holders == held_by.count(key) for key, each in self.book._residents.items())
+
+
+TestLedger = Ledger.TestCase
+TestLedger.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+
+
+@pytest.mark.parametrize("overcommit", [True, False])
+def test_everything_released_is_everything_back(overcommit):
+    """No cell is lost on the way."""
+    book = CellLedger(1000, growth=5, overcommit=overcommit)
+    for number in range(20):
+        wanted = cost(number * 7, 30, bound=60)
+        if book.fit(wanted, 0.0) is Fit.FITS:
+            book.reserve(number, wanted)
+            book.progress(number, held=number * 8, expected=55)
+    for number in range(20):
+        book.release(number)
+    assert book.empty_now == book.figures().free == 1000
