@@ -14,7 +14,7 @@ the prediction, its spread is the margin that a promise needs.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import sqrt
+from math import expm1, sqrt
 
 MAX_POINTS = 1024
 """Numbers of sessions that are remembered; beyond them the largest one stands for all."""
@@ -34,10 +34,14 @@ WINDOW_TOKENS = 8
 REACH = 8
 """Predictions are trusted up to one more than was seen, or an eighth."""
 
-BIAS_WINDOWS = 16
+BIAS_WINDOWS = 60
 """Windows that the mean and the spread of the error go back, about."""
 
+EXPERIENCED_S = 2.0
+"""Seconds that a session's rate is a mean over."""
+
 MARGIN_SIGMAS = 2.0
+"""Deviations from what is foreseen that a promise allows for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,11 +148,15 @@ def _line(sums: list[float]) -> tuple[float, float, float]:
 
 
 class Bias:
-    """Measured over predicted: its mean, and how much it varies."""
+    """Measured over predicted: its mean, and how far what a session experiences strays from it.
+
+    What a session experiences is a mean over some seconds itself, so single windows may stray further.
+    """
 
     def __init__(self) -> None:
         self._windows = 0
         self._mean = 1.0
+        self._experienced = 1.0
         self._square = 0.0
 
     @property
@@ -158,18 +166,20 @@ class Bias:
 
     @property
     def margin_ratio(self) -> float:
-        """Share of a prediction by which what comes may fall short of it."""
-        return min(0.5, MARGIN_SIGMAS * sqrt(self._square)) if self._windows >= ENOUGH else 0.0
+        """Share of a prediction by which what is experienced may fall short of it."""
+        return min(0.5, MARGIN_SIGMAS * sqrt(self._square)) if self._windows > ENOUGH else 0.0
 
-    def add(self, measured: float, predicted: float) -> None:
-        """One window."""
+    def add(self, measured: float, predicted: float, span_s: float) -> None:
+        """One window of so many seconds."""
         ratio = measured / predicted
         self._windows += 1
-        share = 1.0 / min(self._windows, BIAS_WINDOWS)
-        off = ratio - self._mean
-        self._mean += share * off
-        if self._windows > 1:
-            self._square += share * (off * (ratio - self._mean) - self._square)
+        known = min(self._windows, BIAS_WINDOWS)
+        self._mean += (ratio - self._mean) / known
+        if self._windows == 1:
+            self._experienced = ratio
+            return
+        self._experienced += (ratio - self._experienced) * -expm1(-span_s / EXPERIENCED_S)
+        self._square += ((self._experienced - self._mean) ** 2 - self._square) / known
 
 
 class Windows:
@@ -217,6 +227,6 @@ class Windows:
         n, tpot_s = round(self._weighted / self._span), self._seconds / self._tokens
         fit = self._curve.fit()
         if fit is not None:
-            self._bias.add(1.0 / tpot_s, 1.0 / fit.tpot_s(n))
+            self._bias.add(1.0 / tpot_s, 1.0 / fit.tpot_s(n), self._span)
         self._curve.add(n, tpot_s)
         self._clear()

@@ -27,7 +27,9 @@ def queue_of(*waiting, max_depth=1000, line_depth=1000):
     items = {}
     for name, line, since, *priority in waiting:
         items[name] = Item(name)
-        queue.push(items[name], since, line=line, priority=priority[0] if priority else 0, max_depth=line_depth)
+        queue.push(
+            items[name], since, line=line, priority=priority[0] if priority else 0, max_depth=line_depth
+        )
     return queue, items
 
 
@@ -101,7 +103,8 @@ def test_heads_are_the_first_of_each_line():
 
 
 STEPS = st.lists(
-    st.tuples(st.sampled_from("aaabd"), st.integers(0, 3), st.integers(-1, 1), st.integers(0, 20)), max_size=80
+    st.tuples(st.sampled_from("aaabd"), st.integers(0, 3), st.integers(-1, 1), st.integers(0, 20)),
+    max_size=80,
 )
 
 

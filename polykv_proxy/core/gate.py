@@ -1,0 +1,394 @@
+"""The gate of one engine: who comes in, who waits to, and who was promised a place.
+
+Events in, verdicts out; nothing here happens by itself.
+
+Rule 1: a verdict is acted on in the step in which it is given: who enters is inside at once, so that the
+next one is judged with it.
+Rule 2: sessions that wait at the gate hold back nobody who is inside. They take turns by pool.
+Rule 3: a promised place counts as taken.
+Rule 4: without a policy that says anything, a request costs a few look-ups.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TypeAlias
+
+from polykv_proxy.core.admission import Entered, Held, Newcomer, Refused, decide
+from polykv_proxy.core.curve import Bias, TpotCurve, Windows
+from polykv_proxy.core.headroom import (
+    Arm,
+    Failing,
+    Picture,
+    Reason,
+    capacity,
+    failing,
+    headroom_sessions,
+    keeps_floor,
+    retry_after_s,
+)
+from polykv_proxy.core.presence import Presence
+from polykv_proxy.core.promises import Promises
+from polykv_proxy.core.queueing import FairQueue
+
+if TYPE_CHECKING:
+    from polykv_proxy.core.headroom import Capacity
+    from polykv_proxy.core.ledger import CellLedger
+    from polykv_proxy.core.policies import Policy
+    from polykv_proxy.core.promises import Promise, Wish
+    from polykv_proxy.core.types import PoolId, Scope, SessionId
+
+MAX_WAITING = 4096
+"""Sessions that wait at the gate, of all pools together."""
+
+ADVANCE_S = 0.25
+"""Seconds between two looks at the clock's consequences, where no sample comes."""
+
+MARGINAL_ANSWERS = 32
+"""Requests that the mean of what a session takes goes back, about."""
+
+ENTERED = Entered()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """A request at the gate."""
+
+    session: SessionId
+    policy: Policy
+    pool: PoolId | None = None
+    """Whose line it waits in."""
+    expected_tokens: int | None = None
+    lease: str | None = None
+    """A promised place that it redeems."""
+
+
+@dataclass(slots=True, eq=False)
+class Waiter:
+    """A session that waits to come in; ``entered`` is set by ``Gate.wake``."""
+
+    entry: Entry
+    since: float
+    max_wait_s: float
+    failing: Failing
+    entered: Entered | None = None
+
+
+Passage: TypeAlias = "Entered | Waiter | Refused"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """What a sample says about the pace and the room."""
+
+    taken_at: float
+    """Monotonic seconds."""
+    decoding: int
+    """Sessions that decode."""
+    mean_tps: float | None
+    """Mean of those of them whose rate is known."""
+    tokens: int = 0
+    """Generated since the last look, first tokens of answers left out."""
+    seconds: float = 0.0
+    """That they took, summed over sessions."""
+    window: int | None = None
+    largest_ratio: float | None = None
+    slots_free: int | None = None
+    seq_ids_used: int | None = None
+    seq_ids_max: int | None = None
+
+
+class Gate:
+    """Admission of one engine.
+
+    Args:
+        ledger: the engine's cells; None while they are not known. Replaced with each load of the model.
+        stale_after_s: age from which a look says nothing; None where nobody looks.
+    """
+
+    def __init__(self, ledger: CellLedger | None = None, *, stale_after_s: float | None = None) -> None:
+        self.ledger = ledger
+        self._stale_after_s = stale_after_s
+        self.presence = Presence()
+        self.curve = TpotCurve()
+        self.bias = Bias()
+        self._windows = Windows(self.curve, self.bias)
+        self._queue: FairQueue[Waiter] = FairQueue(MAX_WAITING)
+        self._look: Look | None = None
+        self._advanced_at = float("-inf")
+        self._marginal: float | None = None
+        self._refused = (0, 0)
+        """Sessions refused while so many had left."""
+        self._promises = Promises()
+
+    # -- what comes in -----------------------------------------------------------------------------------
+
+    @property
+    def waiting(self) -> int:
+        """Sessions that wait at the gate."""
+        return len(self._queue)
+
+    def on_request(self, entry: Entry, now: float, *, jitter: float, scope: Scope) -> Passage:
+        """A request of a session comes.
+
+        1. The session is inside: it goes on.
+        2. A place was promised to it: it comes in.
+        3. What ``decide`` says.
+
+        Args:
+            entry: what it brings.
+            now: monotonic seconds.
+            jitter: 0 to 1, at random.
+            scope: whose it is; a promise to others does not count.
+        """
+        if now - self._advanced_at >= ADVANCE_S:
+            self.advance(now)
+        if entry.session in self.presence:
+            self.presence.begin(entry.session, now)
+            return ENTERED  # 1
+        if entry.lease is not None and self.give_back(entry.lease, scope):
+            return self._enter(entry, ENTERED, now)  # 2
+        if not entry.policy.judges:
+            return self._enter(entry, ENTERED, now)
+        verdict = decide(
+            self.picture(now, entry.pool),
+            entry.policy,
+            Newcomer(expected_tokens=entry.expected_tokens),
+            jitter,
+        )  # 3
+        if isinstance(verdict, Entered):
+            return self._enter(entry, verdict, now)
+        if isinstance(verdict, Held):
+            waiter = Waiter(entry, now, verdict.max_wait_s, verdict.failing)
+            policy = entry.policy
+            if self._queue.push(
+                waiter, now, line=entry.pool, priority=policy.priority, max_depth=policy.queue_max_depth
+            ):
+                return waiter
+            picture = self.picture(now, entry.pool)
+            verdict = Refused(
+                Failing(Arm.QUEUE, Reason.QUEUE_FULL),
+                retry_after_s(picture, jitter),
+                capacity(picture, policy, entry.expected_tokens),
+            )
+        return self._refuse(verdict)
+
+    def on_gave_up(self, waiter: Waiter, now: float) -> None:
+        """Who waited left. If it was just let in, its request is over."""
+        if not self._queue.discard(waiter) and waiter.entered is not None:
+            self.on_over(waiter.entry.session, now)
+
+    def on_expired(self, waiter: Waiter, now: float, *, jitter: float) -> Entered | Refused:
+        """It has waited as long as it may: a last look."""
+        if not self._queue.discard(waiter) and waiter.entered is not None:
+            return waiter.entered
+        entry = waiter.entry
+        self.advance(now)
+        last = Newcomer(expected_tokens=entry.expected_tokens, may_wait=False, first=True)
+        verdict = decide(self.picture(now, entry.pool), entry.policy, last, jitter)
+        if isinstance(verdict, Entered):
+            return self._enter(entry, verdict, now)
+        assert isinstance(verdict, Refused)
+        return self._refuse(verdict)
+
+    def on_over(self, session: SessionId, now: float, cells: int | None = None) -> None:
+        """One of a session's requests is over, whatever way.
+
+        Args:
+            session: one that is not inside does not matter.
+            now: monotonic seconds.
+            cells: that the request took beyond what it shared, if it came to an end.
+        """
+        self.presence.end(session, now)
+        if cells is not None:
+            mean = self._marginal
+            self._marginal = float(cells) if mean is None else mean + (cells - mean) / MARGINAL_ANSWERS
+
+    def on_close(self, session: SessionId, now: float) -> bool:
+        """A session is over; returns whether it was inside."""
+        return self.presence.close(session, now)
+
+    def on_tokens(self, session: SessionId, tokens: int) -> None:
+        """So many more tokens of a session came."""
+        self.presence.decoded(session, tokens)
+
+    def on_look(self, look: Look) -> None:
+        """A sample came. ``wake`` afterwards."""
+        before = self._look
+        if before is not None and look.taken_at > before.taken_at:
+            self._windows.add(look.decoding, look.taken_at - before.taken_at, look.tokens, look.seconds)
+        self._look = look
+        self.presence.on_look(look.taken_at)
+        self._advanced_at = look.taken_at
+
+    def on_engine_ready(self, ledger: CellLedger | None, *, same_model: bool) -> None:
+        """The engine is there, empty; another model has another curve."""
+        self.ledger = ledger
+        self._look = None
+        if not same_model:
+            self.curve, self.bias = TpotCurve(), Bias()
+        self._windows = Windows(self.curve, self.bias)
+
+    def advance(self, now: float) -> None:
+        """Time passes."""
+        self._advanced_at = now
+        self.presence.advance(now)
+        for lease in self._promises.expire(now):
+            self._unmark(lease)
+
+    def wake(self, now: float) -> list[Waiter]:
+        """Let in those who wait and may come in now, in turn; call it after whatever made room.
+
+        1. It is the first of a line, oldest turn first: judged as if it came now.
+        2. It may come in: it is inside, and those behind it are judged after it.
+        3. Newcomers have to settle: nobody else may.
+        4. It may not: other lines may, theirs is another policy.
+        """
+        woken: list[Waiter] = []
+        going = len(self._queue) > 0
+        if going:
+            self.advance(now)
+        while going:
+            going = False
+            for waiter in self._queue.heads():  # 1
+                entry = waiter.entry
+                newcomer = Newcomer(expected_tokens=entry.expected_tokens, first=True)
+                verdict = decide(self.picture(now, entry.pool), entry.policy, newcomer, 0.5)
+                if isinstance(verdict, Entered):  # 2
+                    self._queue.pop(waiter, now)
+                    waiter.entered = verdict
+                    self._enter(entry, verdict, now)
+                    woken.append(waiter)
+                    going = True
+                    break
+                waiter.failing = verdict.failing
+                if verdict.failing.reason is Reason.SETTLING:
+                    break  # 3
+                # 4
+        return woken
+
+    def _enter(self, entry: Entry, verdict: Entered, now: float) -> Entered:
+        if entry.session in self.presence:
+            self.presence.begin(entry.session, now)
+        else:
+            self.presence.enter(entry.session, entry.policy, now)
+        return verdict
+
+    def _refuse(self, verdict: Refused) -> Refused:
+        left, count = self._refused
+        self._refused = (self.presence.left, count + 1 if left == self.presence.left else 1)
+        return verdict
+
+    # -- what is seen ------------------------------------------------------------------------------------
+
+    def picture(self, now: float, pool: PoolId | None = None) -> Picture:
+        """The engine as the gate sees it now.
+
+        Args:
+            now: monotonic seconds.
+            pool: whose line is looked at.
+        """
+        look, presence = self._look, self.presence
+        stale = self._stale_after_s is not None and (
+            look is None or now - look.taken_at > self._stale_after_s
+        )
+        picture = Picture(
+            working=presence.working,
+            planned=presence.planned,
+            promised=len(self._promises),
+            settling=presence.settling,
+            floor=presence.floor,
+            fit=self.curve.fit(),
+            reach=self.curve.reach,
+            bias=self.bias.ratio,
+            margin_ratio=self.bias.margin_ratio,
+            cells=None if self.ledger is None else self.ledger.figures(),
+            marginal_tokens=self._marginal,
+            waiting=self._queue.depth(pool),
+            leave_gap_s=presence.gap_s,
+            refused=self._refused[1] if self._refused[0] == presence.left else 0,
+            stale=stale,
+        )
+        if look is None:
+            return picture
+        return replace(
+            picture,
+            decoding=look.decoding,
+            mean_tps=look.mean_tps,
+            largest_ratio=look.largest_ratio,
+            window=look.window,
+            slots_free=look.slots_free,
+            seq_ids_used=look.seq_ids_used,
+            seq_ids_max=look.seq_ids_max,
+        )
+
+    def capacity(
+        self, now: float, policy: Policy, pool: PoolId | None = None, expected_tokens: int | None = None
+    ) -> Capacity:
+        """The capacity document of a pool; asking changes nothing."""
+        return capacity(self.picture(now, pool), policy, expected_tokens)
+
+    def backpressure(self, now: float, policy: Policy, pool: PoolId | None = None) -> Arm | None:
+        """The arm that would refuse a newcomer now; for those who are inside to know."""
+        if not policy.judges:
+            return None
+        picture = self.picture(now, pool)
+        if picture.waiting:
+            return Arm.QUEUE
+        fails = failing(picture, policy)
+        return None if fails is None else fails.arm
+
+    # -- promises ----------------------------------------------------------------------------------------
+
+    def reserve(self, wish: Wish, policy: Policy, now: float, *, jitter: float) -> Promise | Refused:
+        """Promise places to sessions that will come: all of them, or none.
+
+        1. The key is known: its promise stands as it was.
+        2. Too many promises are open: refused.
+        3. The cells are not there, or an enforced policy would not let so many in: refused.
+        4. Promised.
+
+        Args:
+            wish: how many places, whose, and for how long.
+            policy: in force for the pool.
+            now: monotonic seconds.
+            jitter: see ``retry_after_s``.
+        """
+        self.advance(now)
+        known = self._promises.find(wish)
+        if known is not None:
+            return known  # 1
+        picture = self.picture(now, wish.pool)
+        fails = self._cannot_promise(picture, policy, wish)
+        if fails is not None:
+            return self._refuse(Refused(fails, retry_after_s(picture, jitter), capacity(picture, policy)))
+        if self.ledger is not None and wish.cells_each:
+            for lease in wish.leases:
+                self.ledger.earmark(("promised", lease), wish.cells_each)
+        return self._promises.add(wish, now)  # 4
+
+    def _cannot_promise(self, picture: Picture, policy: Policy, wish: Wish) -> Failing | None:
+        count = len(wish.leases)
+        if not self._promises.has_room(count):
+            return Failing(Arm.QUEUE, Reason.QUEUE_FULL)  # 2
+        if picture.cells is not None and count * wish.cells_each > picture.cells.admissible:
+            return Failing(Arm.CELLS, Reason.CELLS)  # 3
+        if not policy.enforced:
+            return None
+        if picture.stale:
+            return Failing(Arm.TPS, Reason.STALE)
+        if not keeps_floor(picture, policy, count):
+            return Failing(Arm.TPS, Reason.TPS_FLOOR)
+        headroom = headroom_sessions(picture, policy)
+        return Failing(Arm.CELLS, Reason.CELLS) if headroom is not None and headroom < count else None
+
+    def give_back(self, lease: str, scope: Scope) -> bool:
+        """A promised place is taken or not wanted any more; returns whether it was still open."""
+        if not self._promises.close(lease, scope):
+            return False
+        self._unmark(lease)
+        return True
+
+    def _unmark(self, lease: str) -> None:
+        if self.ledger is not None:
+            self.ledger.earmark(("promised", lease), 0)

@@ -1,0 +1,318 @@
+"""How much room there is for one more session, as told from a picture of the engine.
+
+Rule 1: pure. The same picture and policy give the same answer; asking changes nothing.
+Rule 2: three arms, and all must hold: the floor of tokens per second, the KV cells, the context. Each that
+fails has a name.
+Rule 3: two projections are made and both are shown. The fitted one decides where it may be trusted, and
+where it may not, the one that promises less.
+Rule 4: what is not known is None, and nobody is refused for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from math import ceil
+from typing import TYPE_CHECKING
+
+from polykv_proxy.core.policies import Projection
+
+if TYPE_CHECKING:
+    from polykv_proxy.core.curve import Fit
+    from polykv_proxy.core.ledger import Figures
+    from polykv_proxy.core.policies import Policy
+
+SETTLE_SHARE = 8
+"""One newcomer may settle at a time, or one for so many that work."""
+
+MAX_HEADROOM = 4096
+"""Sessions up to which headroom is looked for."""
+
+RAMP_FROM = 0.70
+"""Pressure at which compaction begins to be advised, 0 to 1."""
+
+RETRY_MAX_S = 60
+RETRY_GUESS_S = 2.0
+"""Seconds between two sessions that leave, before any left."""
+
+
+class Arm(StrEnum):
+    """What a session has to pass."""
+
+    TPS = "tps"
+    CELLS = "cells"
+    CONTEXT = "context"
+    QUEUE = "queue"
+
+
+class Reason(StrEnum):
+    """Why an arm fails."""
+
+    TPS_FLOOR = "projected tps below floor"
+    SETTLING = "settling"
+    CELLS = "kv headroom exhausted"
+    CONTEXT = "context headroom exhausted"
+    QUEUE_FULL = "queue full"
+    EXPIRED = "waited too long"
+    IN_LINE = "others wait"
+    STALE = "samples stale"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Picture:
+    """What the gate sees of an engine at one moment."""
+
+    working: int
+    """Sessions with a request, those in prefill and those that wait for a slot too."""
+    planned: float
+    """Working sessions to be expected from those inside; ``working`` at least."""
+    promised: int = 0
+    """Places that were reserved and not yet taken."""
+    settling: int = 0
+    """Newcomers whose effect is not seen yet."""
+    decoding: int = 0
+    """Sessions that ``mean_tps`` is the mean of."""
+    mean_tps: float | None = None
+    floor: float | None = None
+    """The highest floor that was promised to those inside."""
+    fit: Fit | None = None
+    reach: int = 0
+    """Number of sessions up to which the fit may be trusted."""
+    bias: float | None = None
+    """Measured over fitted, lately."""
+    margin_ratio: float = 0.0
+    """Share by which what comes may fall short of what is foreseen."""
+    cells: Figures | None = None
+    """None: the engine's cells are not known."""
+    marginal_tokens: float | None = None
+    """Cells that a session takes, on average."""
+    largest_ratio: float | None = None
+    """The fullest session's share of its window."""
+    window: int | None = None
+    """Tokens of one session's context."""
+    slots_free: int | None = None
+    seq_ids_used: int | None = None
+    seq_ids_max: int | None = None
+    waiting: int = 0
+    """Sessions that wait to come in, of this pool."""
+    leave_gap_s: float | None = None
+    """Seconds between two sessions that leave."""
+    refused: int = 0
+    """Sessions refused since the last one left."""
+    stale: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Failing:
+    """An arm that does not hold."""
+
+    arm: Arm
+    reason: Reason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Foreseen:
+    """Tokens per second of each session with so many more inside."""
+
+    model: float | None
+    """From the fitted curve."""
+    measured: float | None
+    """From what is measured now, if those that decode shared a fixed number of tokens."""
+    deciding: float | None
+    """The one that counts."""
+    trusted: bool
+    """Whether the curve was seen near there."""
+
+
+def foresee(picture: Picture, projection: Projection, more: int = 1) -> Foreseen:
+    """What the mean would be.
+
+    1. Nobody works: nothing can be said, and nothing has to be.
+    2. Conservative: the measured one. Tokens of all together never become fewer with one more, so this is
+       never too high.
+    3. Fitted, and trusted: the curve, corrected by its bias.
+    4. Fitted, and not trusted: the lower of both.
+
+    Args:
+        picture: the engine.
+        projection: of the policy.
+        more: sessions that would come in.
+    """
+    if not picture.working:
+        return Foreseen(model=None, measured=None, deciding=None, trusted=False)  # 1
+    n = max(picture.planned, picture.working) + picture.promised + more
+    measured = None if picture.mean_tps is None else picture.mean_tps * min(1.0, picture.decoding / n)
+    model = None if picture.fit is None else (picture.bias or 1.0) / picture.fit.tpot_s(n)
+    trusted = model is not None and n < picture.reach + 1
+    known = [value for value in (measured, model) if value is not None]
+    if projection is Projection.CONSERVATIVE:
+        deciding = measured  # 2
+    elif trusted:
+        deciding = model  # 3
+    else:
+        deciding = min(known) if known else None  # 4
+    return Foreseen(model=model, measured=measured, deciding=deciding, trusted=trusted)
+
+
+def floor_of(picture: Picture, policy: Policy) -> float | None:
+    """The floor that a newcomer has to keep: its own and those of all inside."""
+    floors = [each for each in (policy.target_tps_per_session, picture.floor) if each is not None]
+    return max(floors) if floors else None
+
+
+def keeps_floor(picture: Picture, policy: Policy, more: int = 1) -> bool:
+    """Whether so many more sessions leave every promised floor kept, as far as anybody can tell."""
+    floor = floor_of(picture, policy)
+    if floor is None:
+        return True
+    foreseen = foresee(picture, policy.projection, more)
+    if foreseen.deciding is None:
+        return True
+    margin = picture.margin_ratio if foreseen.deciding == foreseen.model else 0.0
+    return foreseen.deciding * (1.0 - margin) >= floor
+
+
+def failing(picture: Picture, policy: Policy, expected_tokens: int | None = None) -> Failing | None:
+    """The first arm that a session would fail; None if it may come in.
+
+    1. What it expects to need fits neither its window nor the cells at their emptiest: context.
+    2. What it needs, or an average session, and the policy's headroom exceed the cells that are free: cells.
+    3. The floor would not be kept: tps.
+    """
+    cells = picture.cells
+    if expected_tokens is not None:
+        limits = [limit for limit in (picture.window, None if cells is None else cells.total) if limit]
+        if limits and expected_tokens > min(limits):
+            return Failing(Arm.CONTEXT, Reason.CONTEXT)  # 1
+    if cells is not None:
+        need = picture.marginal_tokens or 0.0 if expected_tokens is None else expected_tokens
+        if need + policy.kv_headroom_ratio * cells.total > cells.admissible:
+            return Failing(Arm.CELLS, Reason.CELLS)  # 2
+    if not keeps_floor(picture, policy):
+        return Failing(Arm.TPS, Reason.TPS_FLOOR)  # 3
+    return None
+
+
+def settles(picture: Picture) -> bool:
+    """Whether newcomers have to be waited for."""
+    return picture.settling >= max(1, (picture.working - picture.settling) // SETTLE_SHARE)
+
+
+def headroom_sessions(picture: Picture, policy: Policy) -> int | None:
+    """How many more sessions may come in, as far as is known; None if nothing limits them."""
+    limits = []
+    if floor_of(picture, policy) is not None:
+        low, high = 0, MAX_HEADROOM
+        while low < high:
+            middle = (low + high + 1) // 2
+            if keeps_floor(picture, policy, middle):
+                low = middle
+            else:
+                high = middle - 1
+        if low < MAX_HEADROOM:
+            limits.append(low)
+    if picture.cells is not None and picture.marginal_tokens:
+        spare = picture.cells.admissible - policy.kv_headroom_ratio * picture.cells.total
+        limits.append(max(0, int(spare // picture.marginal_tokens)))
+    return min(limits) if limits else None
+
+
+def pressure(picture: Picture) -> float | None:
+    """How close the engine is to a wall: its cells' or a session's window, 0 to 1."""
+    cells = picture.cells
+    shares = [] if cells is None or not cells.total else [cells.used / cells.total]
+    shares += [] if picture.largest_ratio is None else [picture.largest_ratio]
+    return max(shares) if shares else None
+
+
+def ramp(raw: float | None) -> float | None:
+    """Pressure as a reason to compact: 0 up to a point, 1 at the wall."""
+    return None if raw is None else min(1.0, max(0.0, (raw - RAMP_FROM) / (1.0 - RAMP_FROM)))
+
+
+def retry_after_s(picture: Picture, jitter: float) -> int:
+    """Whole seconds after which a place may be free, 1 at least.
+
+    Places come free one by one, so those who were refused since the last one are ahead.
+
+    Args:
+        picture: the engine.
+        jitter: 0 to 1, another for each answer: they must not all come back at once.
+    """
+    gap_s = RETRY_GUESS_S if picture.leave_gap_s is None else picture.leave_gap_s
+    wait_s = gap_s * (1 + picture.refused) * (0.5 + jitter)
+    return max(1, min(RETRY_MAX_S, ceil(wait_s)))
+
+
+# -- capacity --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capacity:
+    """Room for one more session; the members of the capacity document, None where unknown."""
+
+    can_admit: bool
+    reason: str | None
+    projected_mean_tps_if_admitted: float | None
+    projected_model: float | None
+    projected_measured: float | None
+    projection_bias_ewma: float | None
+    mean_active_tps: float | None
+    n_active_sessions: int
+    headroom_sessions: int | None
+    kv_headroom_pct: float | None
+    kv_cells_free: int | None
+    kv_cells_total: int | None
+    marginal_tokens_mean: float | None
+    seq_ids_used: int | None
+    seq_ids_max: int | None
+    slots_free: int | None
+    ctx_headroom_tokens: int | None
+    compaction_pressure: float | None
+    pressure: float | None
+    settling: bool
+    queue_depth: int
+    retry_after_s: int | None
+
+
+def capacity(picture: Picture, policy: Policy, expected_tokens: int | None = None) -> Capacity:
+    """What somebody who asks for room is told.
+
+    Args:
+        picture: the engine.
+        policy: in force for the pool.
+        expected_tokens: that the session is going to need.
+    """
+    cells = picture.cells
+    foreseen = foresee(picture, policy.projection)
+    fails = failing(picture, policy, expected_tokens)
+    reason = Reason.STALE if picture.stale else None if fails is None else fails.reason
+    waits = reason is None and policy.enforced and settles(picture)
+    raw = pressure(picture)
+    spaces = [
+        space for space in (picture.window, None if cells is None else cells.admissible) if space is not None
+    ]
+    return Capacity(
+        can_admit=reason is None and not waits,
+        reason=Reason.SETTLING if waits else reason,
+        projected_mean_tps_if_admitted=foreseen.deciding,
+        projected_model=foreseen.model,
+        projected_measured=foreseen.measured,
+        projection_bias_ewma=picture.bias,
+        mean_active_tps=picture.mean_tps,
+        n_active_sessions=picture.working,
+        headroom_sessions=headroom_sessions(picture, policy),
+        kv_headroom_pct=100.0 * cells.free / cells.total if cells is not None and cells.total else None,
+        kv_cells_free=None if cells is None else cells.free,
+        kv_cells_total=None if cells is None else cells.total,
+        marginal_tokens_mean=picture.marginal_tokens,
+        seq_ids_used=picture.seq_ids_used,
+        seq_ids_max=picture.seq_ids_max,
+        slots_free=picture.slots_free,
+        ctx_headroom_tokens=min(spaces) if spaces else None,
+        compaction_pressure=ramp(raw),
+        pressure=raw,
+        settling=settles(picture),
+        queue_depth=picture.waiting,
+        retry_after_s=None if reason is None and not waits else retry_after_s(picture, 0.5),
+    )
