@@ -71,6 +71,7 @@ class TpotCurve:
         self._points: dict[int, _Point] = {}
         self._scale = 1.0
         self._fit: Fit | None = None
+        self._seen = 0
         self._dirty = False
 
     def add(self, n: int, tpot_s: float) -> None:
@@ -94,6 +95,7 @@ class TpotCurve:
                 (n, point.weight, point.mean) for n, point in self._points.items() if point.windows >= ENOUGH
             )
             self._fit = _fitted(known) if len(known) >= 2 else None
+            self._seen = known[-1][0] if known else 0
         return self._fit
 
     @property
@@ -101,8 +103,7 @@ class TpotCurve:
         """Number of sessions up to which a prediction may be trusted; 0 if none may."""
         if self.fit() is None:
             return 0
-        seen = max(n for n, point in self._points.items() if point.windows >= ENOUGH)
-        return seen + max(1, seen // REACH)
+        return self._seen + max(1, self._seen // REACH)
 
 
 def _fitted(points: list[tuple[int, float, float]]) -> Fit:

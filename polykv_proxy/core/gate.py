@@ -117,6 +117,9 @@ class Gate:
         self._look: Look | None = None
         self._advanced_at = float("-inf")
         self._marginal: float | None = None
+        self._waiters: dict[SessionId, list[Waiter]] = {}
+        """Requests that wait, by session: they come in together."""
+        self._woken: list[Waiter] = []
         self._refused = (0, 0)
         """Sessions refused while so many had left."""
         self._promises = Promises()
@@ -164,6 +167,7 @@ class Gate:
             if self._queue.push(
                 waiter, now, line=entry.pool, priority=policy.priority, max_depth=policy.queue_max_depth
             ):
+                self._waiters.setdefault(entry.session, []).append(waiter)
                 return waiter
             picture = self.picture(now, entry.pool)
             verdict = Refused(
@@ -175,12 +179,12 @@ class Gate:
 
     def on_gave_up(self, waiter: Waiter, now: float) -> None:
         """Who waited left. If it was just let in, its request is over."""
-        if not self._queue.discard(waiter) and waiter.entered is not None:
+        if not self._leave(waiter) and waiter.entered is not None:
             self.on_over(waiter.entry.session, now)
 
     def on_expired(self, waiter: Waiter, now: float, *, jitter: float) -> Entered | Refused:
         """It has waited as long as it may: a last look."""
-        if not self._queue.discard(waiter) and waiter.entered is not None:
+        if not self._leave(waiter) and waiter.entered is not None:
             return waiter.entered
         entry = waiter.entry
         self.advance(now)
@@ -244,7 +248,6 @@ class Gate:
         3. Newcomers have to settle: nobody else may.
         4. It may not: other lines may, theirs is another policy.
         """
-        woken: list[Waiter] = []
         going = len(self._queue) > 0
         if going:
             self.advance(now)
@@ -256,23 +259,38 @@ class Gate:
                 verdict = decide(self.picture(now, entry.pool), entry.policy, newcomer, 0.5)
                 if isinstance(verdict, Entered):  # 2
                     self._queue.pop(waiter, now)
-                    waiter.entered = verdict
-                    self._enter(entry, verdict, now)
-                    woken.append(waiter)
+                    self._leave(waiter)
+                    waiter.entered = self._enter(entry, verdict, now)
+                    self._woken.append(waiter)
                     going = True
                     break
                 waiter.failing = verdict.failing
                 if verdict.failing.reason is Reason.SETTLING:
                     break  # 3
                 # 4
+        woken, self._woken = self._woken, []
         return woken
 
     def _enter(self, entry: Entry, verdict: Entered, now: float) -> Entered:
-        if entry.session in self.presence:
+        """The session is inside from now on, and with it all of its requests that wait."""
+        self.presence.enter(entry.session, entry.policy, now)
+        for other in self._waiters.pop(entry.session, ()):
+            self._queue.discard(other)
             self.presence.begin(entry.session, now)
-        else:
-            self.presence.enter(entry.session, entry.policy, now)
+            other.entered = ENTERED
+            self._woken.append(other)
         return verdict
+
+    def _leave(self, waiter: Waiter) -> bool:
+        """It does not wait any more; returns whether it did."""
+        mine = self._waiters.get(waiter.entry.session)
+        if mine is None or waiter not in mine:
+            return False
+        mine.remove(waiter)
+        if not mine:
+            del self._waiters[waiter.entry.session]
+        self._queue.discard(waiter)
+        return True
 
     def _refuse(self, verdict: Refused) -> Refused:
         left, count = self._refused

@@ -112,9 +112,10 @@ class Returns:
         span = now - self._now if self._now > -inf else 0.0
         self._now = now
         kept = exp(-span / MEMORY_S)
-        for at, each in enumerate(self._classes):
+        for each in self._classes:
             each.returns *= kept
             each.exposure_s = each.exposure_s * kept + each.count * span
+        for at, each in enumerate(self._classes):
             members = each.members
             while members:
                 inside, pause = members[0]

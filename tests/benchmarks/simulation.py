@@ -1,4 +1,4 @@
-"""A discrete-event simulation of an engine and those who use it, and the limiters that the gate is measured by.
+"""A discrete-event simulation of an engine and its users, and the limiters that the gate is measured by.
 
 The engine computes one token for each session that decodes in a step. A step takes max(t0, a + b n) for n of
 them, and longer while a prompt is computed beside them, of which a step takes so many tokens at most. What
@@ -8,6 +8,7 @@ what was decided and by nothing else.
 All sessions that decode get the same rate, so one running total G(t) of the tokens of each tells when any of
 them is done: at G(start) + length. That makes a run cost what its events do, not sessions times seconds.
 """
+# ruff: noqa: D102 - the limiters override what Limiter documents
 
 from __future__ import annotations
 
@@ -112,7 +113,7 @@ def trace(profile: Profile, load: Load, seed: int) -> list[Client]:
         turns = tuple(
             Turn(
                 1 + int(draw.expovariate(1.0 / load.prompt)),
-                max(8, int(load.tokens * draw.lognormvariate(-load.spread**2 / 2, load.spread))),
+                max(8, int(load.tokens * draw.lognormvariate(-(load.spread**2) / 2, load.spread))),
                 draw.expovariate(1.0 / load.pause_s) if load.pause_s else 0.0,
             )
             for _ in range(count)
@@ -302,7 +303,9 @@ class _Run:
 class Engine:
     """One run of a trace under a limiter."""
 
-    def __init__(self, profile: Profile, clients: list[Client], limiter: Limiter, last_s: float, seed: int = 0):
+    def __init__(
+        self, profile: Profile, clients: list[Client], limiter: Limiter, last_s: float, seed: int = 0
+    ):
         self.profile, self.limiter, self.last_s = profile, limiter, last_s
         self.outcome = Outcome(profile.floor)
         self.inside = 0
