@@ -85,6 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_demo(commands)
     _add_engine(commands)
     _add_config(commands)
+    _add_policy(commands)
     return parser
 
 
@@ -157,6 +158,14 @@ def _add_config(commands: Any) -> None:
     show = steps.add_parser("show", help="print the effective configuration, secrets masked")
     _add_config_option(show)
     show.set_defaults(command=_config_show)
+
+
+def _add_policy(commands: Any) -> None:
+    policy = commands.add_parser("policy", help="look at policy files")
+    steps = policy.add_subparsers(required=True, metavar="STEP")
+    check = steps.add_parser("check", help="say what a policy file puts in force, or what is wrong with it")
+    check.add_argument("file", type=Path, metavar="FILE")
+    check.set_defaults(command=_policy_check)
 
 
 def _add_config_option(parser: argparse.ArgumentParser) -> None:
@@ -285,4 +294,11 @@ def _config_show(args: argparse.Namespace) -> int:
     from polykv_proxy import config  # noqa: PLC0415
 
     print(config.shown(_settings(args)), end="")
+    return 0
+
+
+def _policy_check(args: argparse.Namespace) -> int:
+    from polykv_proxy import policy  # noqa: PLC0415
+
+    print(policy.shown(policy.load(args.file)), end="")
     return 0

@@ -365,12 +365,12 @@ def load(file: Path | None = None, overrides: Mapping[str, Any] | None = None) -
     _refuse_unknown_variables()
     if file is None and os.environ.get(ENV_CONFIG_FILE):
         file = Path(os.environ[ENV_CONFIG_FILE])
-    values = {} if file is None else _read_yaml(file)
+    values = {} if file is None else read_yaml(file)
     try:
         values = _merged(values, EnvSettingsSource(Settings)())
         settings = Settings(**_merged(values, overrides or {}))
     except ValidationError as error:
-        raise ConfigError(_one_line(error)) from None
+        raise ConfigError(one_line(error)) from None
     except SettingsError as error:
         raise ConfigError(f"environment: {error}; lists and mappings are written as JSON") from None
     if settings.engine.api_key is None and os.environ.get("LLAMA_API_KEY"):
@@ -446,7 +446,12 @@ def _merged(beneath: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, A
     return both
 
 
-def _read_yaml(file: Path) -> dict[str, Any]:
+def read_yaml(file: Path) -> dict[str, Any]:
+    """A YAML file's mapping, its empty sections left out.
+
+    Raises:
+        ConfigError: it cannot be read, or is no mapping.
+    """
     try:
         data = yaml.safe_load(file.read_text(encoding="utf-8"))
     except OSError as error:
@@ -461,7 +466,8 @@ def _read_yaml(file: Path) -> dict[str, Any]:
     return {key: value for key, value in data.items() if value is not None}
 
 
-def _one_line(error: ValidationError) -> str:
+def one_line(error: ValidationError) -> str:
+    """What is wrong, each problem with the path of its key."""
     problems = []
     for item in error.errors(include_url=False, include_input=False):
         path = ".".join(str(part) for part in item["loc"]) or "settings"

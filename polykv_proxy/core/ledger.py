@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, TypeAlias
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Mapping
 
+    from polykv_proxy.core.policies import CellPolicy
     from polykv_proxy.core.types import LeaseId
 
 Key: TypeAlias = "Hashable"
@@ -159,6 +160,14 @@ class CellLedger:
         self._earmarks: dict[Key, int] = {}
         self._sum = _Sums()
 
+    def adopt(self, policy: CellPolicy) -> None:
+        """Other margins from now on; what is reserved already stays reserved until it is costed anew."""
+        self._watermark = int(self.total * policy.watermark_ratio)
+        self._growth = policy.growth_tokens
+        self._overcommit = policy.overcommit
+        if self._stale_after_s is not None:
+            self._stale_after_s = policy.stale_after_s
+
     # -- what is seen ------------------------------------------------------------------------------------
 
     def __contains__(self, request: LeaseId | Key) -> bool:
@@ -241,7 +250,8 @@ class CellLedger:
 
         Each is named once: ``drop`` it when it is gone, or ``keep`` it when it would not go.
         """
-        short = self.margin - self.empty_now
+        # what is reserved is there in the books; here it has to be empty in time
+        short = self._watermark + self._growth * (len(self._requests) + 1) - self.empty_now
         if short <= 0:
             return []
         short -= sum(each.cells for each in self._residents.values() if each.going)
@@ -272,7 +282,7 @@ class CellLedger:
     def fit(self, cost: Cost, now: float, *, uses: Iterable[Key] = (), replaces: Key | None = None) -> Fit:
         """Whether a request could be sent; asking changes nothing.
 
-        1. Counted, and its prompt and one token do not fit beside what lasts: never.
+        1. Counted, and its prompt, shared part included, and one token do not fit beside what lasts: never.
         2. The last sample is stale: nobody can tell, so it waits.
         3. What it needs, but no more than it could ever get here, and the margin fit: it fits.
         4. It waits.
@@ -283,11 +293,13 @@ class CellLedger:
             uses: residents whose cells it will share; they are no longer to be taken back.
             replaces: the idle resident whose slot it gets; its cells are the request's, or are given back.
         """
-        if cost.exact and cost.prompt + 1 > self.total - self._watermark - self._sum.lasting:
+        used = tuple(uses)
+        shared = sum(each.cells for key in used if (each := self._residents.get(key)) and not each.lasting)
+        if cost.exact and shared + cost.prompt + 1 > self.total - self._watermark - self._sum.lasting:
             return Fit.NEVER  # 1
         if self.stale(now):
             return Fit.WAITS  # 2
-        reserved, claimed = self._need(cost, tuple(uses), replaces)
+        reserved, claimed = self._need(cost, used, replaces)
         return Fit.FITS if self._free - claimed - reserved >= self._margin_for(cost) else Fit.WAITS  # 3, 4
 
     def _margin_for(self, cost: Cost) -> int:
@@ -397,16 +409,20 @@ class CellLedger:
         """
         running = [(key, each) for key, each in self._requests.items() if not each.stopping]
         going = sum(each.held for each in self._requests.values() if each.stopping)
-        short = self._low(len(running)) - self.empty_now - going
+        short = sum(self._may_grow(each) for _, each in running) - self.empty_now - going
         short -= self._sum.resident - self._sum.protected  # 2
         named = []
         for key, each in reversed(running):
             if short <= 0:
                 break  # 1
             each.stopping = True
-            short -= each.due + self._growth
+            short -= each.due + self._may_grow(each)
             named.append(key)  # 3
         return named
+
+    def _may_grow(self, each: _Request) -> int:
+        """Cells that it may fill until the next look, and while it is being stopped."""
+        return max(0, min(self._growth, each.prompt + each.bound - each.due))
 
     # -- samples -----------------------------------------------------------------------------------------
 

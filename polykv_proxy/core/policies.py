@@ -78,6 +78,24 @@ class Policy:
         return self.target_tps_per_session is not None or self.kv_headroom_ratio > 0.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CellPolicy:
+    """How an engine's cells are looked after: for all pools alike, since there is one cache."""
+
+    watermark_ratio: float = 0.01
+    """Share of the cells, 0 to 1, that admissions always leave free."""
+    growth_tokens: int = 32
+    """Cells that a running request may fill between two samples, the time to stop it included."""
+    overcommit: bool = True
+    """Reserve what requests are expected to produce, not all that they may."""
+    assumed_tokens: int = 1024
+    """Length of an answer whose class is not known yet."""
+    quantile: float = 0.9
+    """Share of a class's answers, 0 to 1, that an estimate covers."""
+    stale_after_s: float = 3.0
+    """Age of the last sample from which the engine counts as full."""
+
+
 KEYS = frozenset(each.name for each in fields(Policy))
 """Names that a ``Given`` may have."""
 
@@ -91,6 +109,7 @@ class PolicySet:
     """By the name of a model."""
     labels: Mapping[str, Given] = field(default_factory=dict)
     """By the label of a pool."""
+    cells: CellPolicy = CellPolicy()
 
     def base(self, model: str | None) -> Policy:
         """The policy of requests that ride on no pool."""

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
 from polykv_proxy.core.ledger import CellLedger, Cost, Fit
+from polykv_proxy.core.policies import CellPolicy
 
 
 def cost(prompt, expected, bound=None, *, exact=True):
@@ -225,6 +226,24 @@ def test_samples_correct():
     assert (figures.unexplained, figures.free, figures.used) == (150, 450, 550)
     book.on_sample(500, {1: 300}, taken_at=2.0)
     assert (book.figures().unexplained, book.figures().reserved) == (0, 300)
+
+
+def test_margins_can_be_changed():
+    """Those who run keep what they reserved; staleness stays off where nobody is asked."""
+    book = CellLedger(1000, growth=0, stale_after_s=3.0)
+    book.on_sample(0, {}, taken_at=0.0)
+    book.reserve(1, cost(100, 100, bound=500))
+    book.adopt(CellPolicy(watermark_ratio=0.1, growth_tokens=10, overcommit=False, stale_after_s=5.0))
+    assert book.margin == 100
+    assert book.figures().reserved == 200
+    assert not book.stale(4.0)
+    book.progress(1, held=100, expected=100)
+    assert book.figures().reserved == 600
+    book.adopt(CellPolicy(watermark_ratio=0.0, growth_tokens=10))
+    assert book.margin == 20
+    unasked = ledger()
+    unasked.adopt(CellPolicy())
+    assert not unasked.stale(1e9)
 
 
 def test_figures_for_one_more():
