@@ -14,7 +14,7 @@ the prediction, its spread is the margin that a promise needs.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import expm1, sqrt
+from math import expm1
 
 MAX_POINTS = 1024
 """Numbers of sessions that are remembered; beyond them the largest one stands for all."""
@@ -34,14 +34,14 @@ WINDOW_TOKENS = 8
 REACH = 8
 """Predictions are trusted up to one more than was seen, or an eighth."""
 
-BIAS_WINDOWS = 60
+BIAS_WINDOWS = 40
 """Windows that the mean and the spread of the error go back, about."""
 
 EXPERIENCED_S = 2.0
 """Seconds that a session's rate is a mean over."""
 
-MARGIN_SIGMAS = 2.0
-"""Deviations from what is foreseen that a promise allows for."""
+MARGIN_STRAYS = 2.5
+"""Mean distances from what is foreseen that a promise allows for: two deviations, were they normal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +158,9 @@ class Bias:
         self._windows = 0
         self._mean = 1.0
         self._experienced = 1.0
-        self._square = 0.0
+        self._stray = 0.0
+        """Mean distance of what is experienced from the mean. Unlike a deviation, it soon forgets the errors of
+        a curve that was still being learned."""
 
     @property
     def ratio(self) -> float | None:
@@ -168,7 +170,7 @@ class Bias:
     @property
     def margin_ratio(self) -> float:
         """Share of a prediction by which what is experienced may fall short of it."""
-        return min(0.5, MARGIN_SIGMAS * sqrt(self._square)) if self._windows > ENOUGH else 0.0
+        return min(0.5, MARGIN_STRAYS * self._stray) if self._windows > ENOUGH else 0.0
 
     def add(self, measured: float, predicted: float, span_s: float) -> None:
         """One window of so many seconds."""
@@ -180,7 +182,7 @@ class Bias:
             self._experienced = ratio
             return
         self._experienced += (ratio - self._experienced) * -expm1(-span_s / EXPERIENCED_S)
-        self._square += ((self._experienced - self._mean) ** 2 - self._square) / known
+        self._stray += (abs(self._experienced - self._mean) - self._stray) / known
 
 
 class Windows:
@@ -227,7 +229,7 @@ class Windows:
             return  # 2
         n, tpot_s = round(self._weighted / self._span), self._seconds / self._tokens
         fit = self._curve.fit()
-        if fit is not None:
+        if fit is not None and n <= self._curve.reach:
             self._bias.add(1.0 / tpot_s, 1.0 / fit.tpot_s(n), self._span)
         self._curve.add(n, tpot_s)
         self._clear()

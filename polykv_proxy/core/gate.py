@@ -312,7 +312,8 @@ class Gate:
         )
         picture = Picture(
             working=presence.working,
-            planned=presence.planned,
+            live=presence.live,
+            duty=presence.duty,
             promised=len(self._promises),
             settling=presence.settling,
             floor=presence.floor,

@@ -16,6 +16,7 @@ from math import ceil
 from typing import TYPE_CHECKING
 
 from polykv_proxy.core.policies import Projection
+from polykv_proxy.core.presence import working_at_most
 
 if TYPE_CHECKING:
     from polykv_proxy.core.curve import Fit
@@ -64,8 +65,10 @@ class Picture:
 
     working: int
     """Sessions with a request, those in prefill and those that wait for a slot too."""
-    planned: float
-    """Working sessions to be expected from those inside; ``working`` at least."""
+    live: float
+    """Those, and the sessions inside that pause and will be back."""
+    duty: float = 1.0
+    """Share of them that works at a time, 0 to 1."""
     promised: int = 0
     """Places that were reserved and not yet taken."""
     settling: int = 0
@@ -127,6 +130,9 @@ class Foreseen:
 def foresee(picture: Picture, projection: Projection, more: int = 1) -> Foreseen:
     """What the mean would be.
 
+    The number that counts is that of sessions at work: now and with the newcomers, or as many as those inside
+    make up but rarely, whichever is more.
+
     1. Nobody works: nothing can be said, and nothing has to be.
     2. Conservative: the measured one. Tokens of all together never become fewer with one more, so this is
        never too high.
@@ -140,10 +146,11 @@ def foresee(picture: Picture, projection: Projection, more: int = 1) -> Foreseen
     """
     if not picture.working:
         return Foreseen(model=None, measured=None, deciding=None, trusted=False)  # 1
-    n = max(picture.planned, picture.working) + picture.promised + more
+    entering = picture.promised + more
+    n = max(picture.working + entering, working_at_most(picture.live + entering, picture.duty))
     measured = None if picture.mean_tps is None else picture.mean_tps * min(1.0, picture.decoding / n)
     model = None if picture.fit is None else (picture.bias or 1.0) / picture.fit.tpot_s(n)
-    trusted = model is not None and n < picture.reach + 1
+    trusted = model is not None and n <= picture.reach
     known = [value for value in (measured, model) if value is not None]
     if projection is Projection.CONSERVATIVE:
         deciding = measured  # 2

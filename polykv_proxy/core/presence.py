@@ -18,7 +18,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from itertools import pairwise
-from math import exp, inf, sqrt
+from math import ceil, exp, inf, sqrt
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -35,14 +35,21 @@ MAX_INSIDE = 10_000
 HORIZON_S = 60.0
 """Who is back within this time is expected back."""
 
+PRIOR = 0.02
+"""Pauses of each class that count as seen before any was."""
+
 MEMORY_S = 300.0
 """How far back the pauses that are learned from go, about."""
 
-DUTY_S = 20.0
+DUTY_S = 60.0
 """How far back the share of those who work goes, about."""
 
-PLAN_SIGMAS = 2.0
-"""Deviations above the expected number of working sessions that room is kept for."""
+RARE = 0.01
+RARE_SIGMAS = 2.33
+"""How often more may work at once than room is kept for, as a share of the time and as deviations."""
+
+EXACT = 40.0
+"""Sessions up to which that is counted out."""
 
 
 @dataclass(slots=True, eq=False)
@@ -76,9 +83,10 @@ class Returns:
     """Pauses: how many last now, and how likely each is to end."""
 
     def __init__(self) -> None:
-        # at the start: half a chance to come back within each class
+        # at the start: half a chance to come back within each class, and little weight on that
         self._classes = [
-            _Class(returns=0.5, exposure_s=min(upper, 300.0) - lower) for lower, upper in pairwise(AGES_S)
+            _Class(returns=PRIOR / 2, exposure_s=PRIOR * (min(upper, 300.0) - lower))
+            for lower, upper in pairwise(AGES_S)
         ]
         self._at: dict[int, int] = {}
         """Class of each one that pauses."""
@@ -262,17 +270,18 @@ class Presence:
             _, _, one, pause = heappop(self._ends)
             if one.pause == pause:
                 self.close(one.session, now)
-        for key, one in list(self._settling.items()):
+        while self._settling:
+            one = next(iter(self._settling.values()))
             if now - one.entered_at < one.policy.settle_max_s:
-                break  # those behind it came later; a longer wait of its own is rare and ends it soon
+                break  # those behind it came later; with a shorter time than its own they wait for it
             one.settled = True
-            del self._settling[key]
+            del self._settling[id(one)]
         self._pauses.advance(now)
 
     def on_look(self, now: float) -> None:
         """Once a sample: how many work, of those who are here or will be back."""
         self.advance(now)
-        live = self.working + self._pauses.expected()
+        live = self.live
         if not live:
             return
         share = 1.0 if self._duty is None else 1.0 - exp(-(now - self._duty_at) / DUTY_S)
@@ -281,10 +290,34 @@ class Presence:
         self._duty = duty if self._duty is None else self._duty + share * (duty - self._duty)
 
     @property
-    def planned(self) -> float:
-        """Working sessions that those inside have to be expected to make up soon, with some certainty."""
-        if self._duty is None:
-            return float(self.working)
-        live = self.working + self._pauses.expected()
-        duty = min(1.0, self._duty)
-        return max(float(self.working), live * duty + PLAN_SIGMAS * sqrt(live * duty * (1.0 - duty)))
+    def live(self) -> float:
+        """Sessions that work, and those of the others that will be back."""
+        return self.working + self._pauses.expected()
+
+    @property
+    def duty(self) -> float:
+        """Share of those that works at a time, 0 to 1."""
+        return 1.0 if self._duty is None else min(1.0, self._duty)
+
+
+def working_at_most(live: float, duty: float) -> int:
+    """Sessions of so many that work at once, but for one time in a hundred.
+
+    Args:
+        live: sessions; a part of one is one that comes with that probability.
+        duty: share of its time that each works, 0 to 1.
+    """
+    if duty >= 1.0:
+        return ceil(live - 1e-9)
+    if live > EXACT:
+        return ceil(live * duty + RARE_SIGMAS * sqrt(live * duty * (1.0 - duty)) - 0.5)
+    whole = int(live)
+    part = (live - whole) * duty
+    chance = (1.0 - duty) ** whole
+    more = 1.0 - chance  # chance that more than k of the whole ones work
+    k = 0
+    while k < whole and more + part * chance > RARE:
+        k += 1
+        chance *= (whole - k + 1) / k * duty / (1.0 - duty)
+        more -= chance
+    return k + (k == whole and part > RARE)

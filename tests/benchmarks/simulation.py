@@ -29,6 +29,10 @@ LOOK_S = 0.25
 LOOKS_A_SECOND = round(1 / LOOK_S)
 KEPT_SHARE = 0.99
 
+RESOLUTION = 0.02
+"""What one session does to the rate of the others can be less than what the rate does by itself. A refusal is
+clearly wrong if the floor would have been kept with this share of it to spare."""
+
 
 @dataclass(frozen=True)
 class Profile:
@@ -189,9 +193,10 @@ class Gradient(Static):
 
 
 class OurGate(Limiter):
-    """The product's gate."""
+    """The product's gate. Without ``closes`` clients never say that a session is over, as most do not."""
 
-    def __init__(self, floor: float, **policy: Any) -> None:
+    def __init__(self, floor: float, *, closes: bool = True, **policy: Any) -> None:
+        self.closes = closes
         given: dict[str, Any] = {"mode": Mode.ENFORCED, "on_saturation": OnSaturation.REJECT, **policy}
         self.policy = Policy(target_tps_per_session=floor, **given)
         self.gate = Gate(stale_after_s=3.0)
@@ -213,7 +218,7 @@ class OurGate(Limiter):
 
     def on_end(self, client: Client, now: float, *, last: bool) -> None:
         self.gate.on_over(client.number, now, cells=100)  # type: ignore[arg-type]
-        if last:
+        if last and self.closes:
             self.gate.on_close(client.number, now)  # type: ignore[arg-type]
 
     def on_look(self, engine: Engine, look: Look) -> tuple[list[Client], list[Client]]:
@@ -278,11 +283,12 @@ class Outcome:
     stays: dict[int, tuple[float, float]] = field(default_factory=dict)
     most_inside: int = 0
 
-    def kept_share(self, since: float = 0.0, until: float = float("inf")) -> float:
-        """Share of the session-seconds of a time in which the floor was kept."""
+    def kept_share(self, since: float = 0.0, until: float = float("inf"), spare: float = 0.0) -> float:
+        """Share of the session-seconds of a time in which the floor was kept, with so much of it to spare."""
         chosen = [each for at, each in enumerate(self.seconds) if since <= at + 1 and at <= until]
         total = sum(each.session_s for each in chosen)
-        return sum(each.session_s for each in chosen if each.kept(self.floor)) / total if total else 1.0
+        floor = self.floor * (1.0 + spare)
+        return sum(each.session_s for each in chosen if each.kept(floor)) / total if total else 1.0
 
     @property
     def goodput_tokens(self) -> float:
@@ -458,20 +464,31 @@ def simulate(profile: Profile, load: Load, limiter: Limiter, seed: int, until: i
     return engine.run(until)
 
 
-def wrong_rejections(profile: Profile, load: Load, outcome: Outcome, seed: int, most: int) -> tuple[int, int]:
-    """How many of so many refusals were wrong, and how many were looked at.
+@dataclass(frozen=True)
+class Judgement:
+    """Refusals, looked at again."""
+
+    looked_at: int
+    wrong: int
+    clearly: int
+    """Of them, those for which there was more room than can be told from noise."""
+
+
+def wrong_rejections(profile: Profile, load: Load, outcome: Outcome, seed: int, most: int) -> Judgement:
+    """How many of so many refusals were wrong.
 
     The trace is run again with everything decided as it was, and that session let in when it was refused. If
     the floor was kept as promised while it was inside, the refusal was wrong.
     """
     numbers = sorted(outcome.refused)
     chosen = numbers[:: max(1, len(numbers) // most)][:most]
-    wrong = 0
+    wrong = clearly = 0
     for number in chosen:
         again = simulate(profile, load, Replay(outcome.admitted, number), seed, until=number)
         since, until = again.stays[number]
-        wrong += again.kept_share(since, min(until, load.last_s)) >= KEPT_SHARE
-    return wrong, len(chosen)
+        wrong += again.kept_share(since, until) >= KEPT_SHARE
+        clearly += again.kept_share(since, until, RESOLUTION) >= KEPT_SHARE
+    return Judgement(len(chosen), wrong, clearly)
 
 
 def best_static(profile: Profile, load: Load, seeds: range) -> tuple[float, int]:

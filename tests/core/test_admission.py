@@ -15,8 +15,8 @@ WARN = replace(REJECT, on_saturation=OnSaturation.WARN)
 QUEUE = replace(REJECT, on_saturation=OnSaturation.QUEUE)
 ADVISORY = replace(REJECT, mode=Mode.ADVISORY)
 
-ROOM = Picture(working=2, planned=2.0, decoding=2, mean_tps=60.0)
-FULL = Picture(working=2, planned=2.0, decoding=2, mean_tps=25.0)
+ROOM = Picture(working=2, live=2.0, decoding=2, mean_tps=60.0)
+FULL = Picture(working=2, live=2.0, decoding=2, mean_tps=25.0)
 SETTLING = replace(ROOM, settling=1)
 STALE = replace(FULL, stale=True)
 
@@ -52,7 +52,7 @@ def test_warn_lets_in_and_tells():
     """How many may follow, and which arm fails; nobody waits, not even for those who settle."""
     assert asked(FULL, WARN) == Entered(Arm.TPS, 0)
     assert asked(SETTLING, WARN) == Entered(None, 3)
-    assert asked(Picture(working=0, planned=0.0), WARN) == Entered(None, None)
+    assert asked(Picture(working=0, live=0.0), WARN) == Entered(None, None)
 
 
 def test_reject_refuses_with_its_numbers():
@@ -102,7 +102,7 @@ def test_what_never_fits_is_not_made_to_wait():
 PICTURES = st.builds(
     Picture,
     working=st.integers(0, 50),
-    planned=st.floats(0, 80),
+    live=st.floats(0, 80),
     promised=st.integers(0, 5),
     settling=st.integers(0, 5),
     decoding=st.integers(0, 50),

@@ -28,12 +28,12 @@ from polykv_proxy.core.policies import Mode, Policy, Projection
 
 FLOOR = Policy(target_tps_per_session=20.0, mode=Mode.ENFORCED)
 LINE = Fit(0.02, 0.01, 0.01)  # flat up to one session, then 0.01 s each
-IDLE = Picture(working=0, planned=0.0)
+IDLE = Picture(working=0, live=0.0)
 
 
 def at(n, mean_tps=None, **more):
     """An engine with n sessions that all decode."""
-    return Picture(working=n, planned=float(n), decoding=n, mean_tps=mean_tps, **more)
+    return Picture(working=n, live=float(n), decoding=n, mean_tps=mean_tps, **more)
 
 
 def cells(free=1000, total=1000, margin=0):
@@ -96,8 +96,9 @@ def test_the_conservative_one_never_promises_too_much(t0, b, knee, n):
 
 def test_those_who_pause_and_those_who_were_promised_count():
     """And those in prefill, of whom the mean knows nothing yet."""
-    picture = Picture(working=4, planned=5.5, promised=1, decoding=3, mean_tps=50.0)
-    assert foresee(picture, Projection.FITTED).deciding == pytest.approx(50.0 * 3 / 7.5)
+    picture = Picture(working=4, live=6.0, promised=1, decoding=3, mean_tps=50.0)
+    assert foresee(picture, Projection.FITTED).deciding == pytest.approx(50.0 * 3 / 8)
+    assert foresee(replace(picture, duty=0.1), Projection.FITTED).deciding == pytest.approx(50.0 * 3 / 6)
 
 
 def test_a_margin_is_kept_below_what_the_curve_says():

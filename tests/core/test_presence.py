@@ -1,12 +1,14 @@
 """Claims about ``core.presence``: who is inside, who works, and who will be back."""
 
+from math import comb
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from polykv_proxy.core import presence
 from polykv_proxy.core.policies import Mode, Policy
-from polykv_proxy.core.presence import Inside, Presence, Returns
+from polykv_proxy.core.presence import RARE, Inside, Presence, Returns, working_at_most
 
 POLICY = Policy(target_tps_per_session=10.0, mode=Mode.ENFORCED)
 
@@ -195,7 +197,8 @@ def test_room_is_kept_for_those_who_pause():
     for number in range(50):
         here.end(number, now)
     assert here.working == 50
-    assert 55.0 < here.planned < 65.0
+    assert 95.0 < here.live <= 100.0
+    assert 56 <= working_at_most(here.live, here.duty) <= 66
 
 
 def test_those_who_never_come_back_need_no_room():
@@ -207,8 +210,32 @@ def test_those_who_never_come_back_need_no_room():
             here.end(number - 5, float(number))
         here.on_look(float(number))
     assert here.working == 5
-    assert here.planned < 8.5
-    here.on_look(300.0)
+    assert here.live < 6.0
+    assert here.duty > 0.8
+
+
+@pytest.mark.parametrize("live", [1, 5, 12, 39])
+@pytest.mark.parametrize("duty", [0.0, 0.1, 0.5, 0.9, 0.999])
+def test_rarely_more_work_at_once(live, duty):
+    """As the binomial distribution has it, counted out here."""
+
+    def more_than(k):
+        return sum(comb(live, x) * duty**x * (1 - duty) ** (live - x) for x in range(k + 1, live + 1))
+
+    k = working_at_most(live, duty)
+    assert more_than(k) <= RARE + 1e-9
+    assert k == 0 or more_than(k - 1) > RARE - 1e-9
+
+
+def test_part_of_a_session_is_one_that_may_come():
+    """And with many it is a matter of deviations."""
+    assert working_at_most(5.0, 1.0) == 5
+    assert working_at_most(5.2, 1.0) == 6
+    assert working_at_most(5.2, 0.98) == 6
+    assert working_at_most(5.005, 0.98) == 5
+    assert working_at_most(0.0, 0.5) == 0
+    assert 558 <= working_at_most(1000.0, 0.52) <= 560
+    assert abs(working_at_most(40.0, 0.6) - working_at_most(41.0, 0.6)) <= 1
 
 
 STEPS = st.lists(
@@ -252,5 +279,6 @@ def test_counts_are_what_they_count(steps):
         assert here.working == sum(1 for count in running.values() if count)
         assert len(here._pauses) == len(since)
         assert 0 <= here.settling <= here.working
-        assert here.planned >= here.working
+        assert here.working <= here.live <= len(running)
+        assert 0.0 <= here.duty <= 1.0
         assert here.floor == (10.0 if running else None)
