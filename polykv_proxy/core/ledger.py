@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, TypeAlias
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Mapping
 
+    from polykv_proxy.core.costs import Cost
     from polykv_proxy.core.policies import CellPolicy
     from polykv_proxy.core.types import LeaseId
 
@@ -42,20 +43,6 @@ class Fit(Enum):
     """Not now: wait as for a free slot."""
     NEVER = "never"
     """Not even with everything gone that may go."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cost:
-    """What a request adds to the cache, in cells."""
-
-    prompt: int
-    """Prompt tokens that no pool holds; those that its own slot holds from earlier are among them."""
-    expected: int
-    """Tokens it will produce, as far as is known; all its sequences together."""
-    bound: int
-    """Tokens it may produce at most."""
-    exact: bool = True
-    """Whether ``prompt`` was counted. If not it is an upper bound, and proves nothing about never."""
 
 
 @dataclass(slots=True, eq=False)
@@ -408,7 +395,7 @@ class CellLedger:
         Each is named once; it counts until it is released.
         """
         running = [(key, each) for key, each in self._requests.items() if not each.stopping]
-        going = sum(each.held for each in self._requests.values() if each.stopping)
+        going = sum(each.due for each in self._requests.values() if each.stopping)
         short = sum(self._may_grow(each) for _, each in running) - self.empty_now - going
         short -= self._sum.resident - self._sum.protected  # 2
         named = []

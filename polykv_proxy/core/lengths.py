@@ -1,4 +1,4 @@
-"""How long answers are: learned for each class of requests, and the cost of what nobody counted.
+"""How long answers are: learned for each class of requests.
 
 Rule 1: bounded: so many classes, each with so many buckets. The class unused for the longest time is
 forgotten.
@@ -34,25 +34,6 @@ FORGET = 0.995
 PER_OCTAVE = 4
 BUCKETS = 21 * PER_OCTAVE
 """Lengths up to 2^21 tokens, each bucket a fifth longer than the one before."""
-
-TEMPLATE_TOKENS = 1024
-"""Allowance for what a chat template adds to a body: marks around messages, a preamble for tools."""
-
-MEDIA_TOKENS = 4096
-"""Allowance for an image or a sound that the body only points at."""
-
-
-def upper_bound_tokens(body_bytes: int, media: int = 0) -> int:
-    """Tokens that a prompt has at most, as far as its body tells.
-
-    A token covers one byte of text at least, and what a template puts around a message is shorter than the
-    JSON around it.
-
-    Args:
-        body_bytes: length of the request's body.
-        media: images and the like whose bytes are not in the body.
-    """
-    return body_bytes + TEMPLATE_TOKENS + media * MEDIA_TOKENS
 
 
 class _Histogram:

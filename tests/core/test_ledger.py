@@ -5,7 +5,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
-from polykv_proxy.core.ledger import CellLedger, Cost, Fit
+from polykv_proxy.core.costs import Cost
+from polykv_proxy.core.ledger import CellLedger, Fit
 from polykv_proxy.core.policies import CellPolicy
 
 
@@ -304,10 +305,11 @@ class Ledger(RuleBasedStateMachine):
             self.residents.pop(replaces, None)
             after = self.book.figures()
             assert after.reserved + after.protected + after.unexplained <= after.total
-            assert after.reserved > before.reserved or not exact
+            assert after.reserved > before.reserved or not exact or prompt == 0
         elif fit is Fit.NEVER:
             assert exact
-            assert prompt + 1 + 20 > 1000 - before.protected
+            shared = sum(self.residents.get(key, 0) for key in uses)
+            assert prompt + 1 + 20 + shared > 1000 - before.protected
         elif not self.running and before.unexplained == 0:
             assert before.protected or sum(self.residents.values())
         return number

@@ -1,11 +1,10 @@
 """Claims about ``core.lengths``: what an answer is expected to be, and how much memory that takes."""
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from polykv_proxy.core import lengths
-from polykv_proxy.core.lengths import ASSUMED_TOKENS, LengthBook, upper_bound_tokens
+from polykv_proxy.core.lengths import ASSUMED_TOKENS, LengthBook
 
 
 def test_an_unknown_class_is_assumed_and_an_assumption_grows_with_the_answer():
@@ -89,17 +88,3 @@ def test_an_estimate_is_within_its_bounds(answers, generated, bound):
     expected = book.expected("chat", bound, generated)
     assert expected <= bound
     assert expected > generated or expected == bound
-
-
-@pytest.mark.parametrize("media", [0, 2])
-def test_what_nobody_counted_is_bounded_by_its_bytes(media):
-    """A byte is a token at worst, plus what the template and things pointed at may add."""
-    assert upper_bound_tokens(5000, media) >= 5000 + 1000 * media
-    assert upper_bound_tokens(5001, media) - upper_bound_tokens(5000, media) == 1
-
-
-def test_the_bound_holds_for_a_real_tokenizer_at_its_worst():
-    """A byte-level tokenizer that merges nothing: every byte of the text is a token."""
-    text = "žluťoučký kůň 🐎" * 100
-    body = f'{{"messages":[{{"role":"user","content":"{text}"}}]}}'.encode()
-    assert upper_bound_tokens(len(body)) >= len(text.encode())

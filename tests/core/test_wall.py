@@ -13,7 +13,8 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from polykv_proxy.core.ledger import CellLedger, Cost, Fit
+from polykv_proxy.core.costs import Cost
+from polykv_proxy.core.ledger import CellLedger, Fit
 from polykv_proxy.core.lengths import LengthBook
 
 CELLS = 2000
