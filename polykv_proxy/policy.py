@@ -92,7 +92,8 @@ class CellKeys(_Section):
     """Share of the KV cells, 0 to 1, that admissions always leave free."""
 
     growth_tokens: int = Field(default=_CELLS.growth_tokens, ge=1, le=4096)
-    """Cells that a running request may fill between two samples, the time to stop it included."""
+    """Cells that a running request may fill between two samples, and while one is stopped and a slot is
+    emptied after that."""
 
     overcommit: bool = _CELLS.overcommit
     """Reserve what requests are expected to produce. Off: all that ``max_tokens`` allows. Then none is ever

@@ -119,8 +119,8 @@ class CellLedger:
     Args:
         total: cells of the engine.
         watermark: cells that admissions always leave free.
-        growth: cells that a running request may fill between two looks at it, the time to stop one
-            included.
+        growth: cells that a running request may fill between two looks at it, and while one is stopped
+            and a slot is emptied after that.
         overcommit: reserve what requests are expected to produce, not all they may.
         stale_after_s: age of the last sample from which the engine counts as full; None where there is
             nobody to ask.
@@ -287,15 +287,15 @@ class CellLedger:
         if self.stale(now):
             return Fit.WAITS  # 2
         reserved, claimed = self._need(cost, used, replaces)
-        return Fit.FITS if self._free - claimed - reserved >= self._margin_for(cost) else Fit.WAITS  # 3, 4
+        fits = self._free - claimed - reserved >= self._margin_for(cost, claimed)
+        return Fit.FITS if fits else Fit.WAITS  # 3, 4
 
-    def _margin_for(self, cost: Cost) -> int:
+    def _margin_for(self, cost: Cost, claimed: int) -> int:
         """The margin, but alone a request has the room that there is."""
         if self._requests:
             return self.margin
-        return min(
-            self.margin, max(0, self.total - self._sum.protected - self._unexplained - cost.prompt - 1)
-        )
+        left = self.total - self._sum.protected - claimed - self._unexplained - cost.prompt - 1
+        return min(self.margin, max(0, left))
 
     def _need(self, cost: Cost, uses: tuple[Key, ...], replaces: Key | None) -> tuple[int, int]:
         """Cells that a request reserves, and those of residents that it makes unreclaimable."""
@@ -329,7 +329,8 @@ class CellLedger:
             self._uncount(each)
             each.holders += 1
             self._count(each)
-        if replaces is not None and replaces in self._residents:
+        old = None if replaces is None else self._residents.get(replaces)
+        if old is not None and not old.holders:
             self._uncount(self._residents.pop(replaces))
         prompt = min(cost.prompt, need)
         self._requests[request] = _Request(prompt, cost.bound, need, prompt, 0, used)
@@ -373,9 +374,7 @@ class CellLedger:
         self._sum.reserved -= each.reserved
         self._sum.due -= each.due
         for key in each.uses:
-            resident = self._residents.get(key)
-            if resident is None:
-                continue
+            resident = self._residents[key]
             self._uncount(resident)
             resident.holders -= 1
             self._count(resident)

@@ -59,12 +59,11 @@ class _Histogram:
         beyond = sum(self.weights[first:])
         if beyond < MIN_WEIGHT * self.scale:
             return None
-        wanted, seen = share * beyond, 0.0
-        for bucket in range(first, BUCKETS):
-            seen += self.weights[bucket]
-            if seen >= wanted:
-                return max(tokens + 1, _upper(bucket))
-        return max(tokens + 1, _upper(BUCKETS - 1))  # rounding
+        left, bucket = share * beyond, first
+        while bucket < BUCKETS - 1 and left > self.weights[bucket]:
+            left -= self.weights[bucket]
+            bucket += 1
+        return max(tokens + 1, _upper(bucket))
 
 
 class LengthBook:

@@ -85,7 +85,8 @@ class CellPolicy:
     watermark_ratio: float = 0.01
     """Share of the cells, 0 to 1, that admissions always leave free."""
     growth_tokens: int = 32
-    """Cells that a running request may fill between two samples, the time to stop it included."""
+    """Cells that a running request may fill between two samples, and while one is stopped and a slot is
+    emptied after that."""
     overcommit: bool = True
     """Reserve what requests are expected to produce, not all that they may."""
     assumed_tokens: int = 1024

@@ -112,6 +112,17 @@ def test_the_slot_that_a_request_gets_is_its_own():
     assert book.figures().free == 1000
 
 
+def test_what_others_use_is_not_replaced():
+    """Its cells are theirs as long as they run."""
+    book = ledger()
+    book.keep("pool", 300, value=1.0)
+    book.reserve(1, cost(10, 10), uses=["pool"])
+    book.reserve(2, cost(10, 10), replaces="pool")
+    assert book.figures().protected == 300
+    book.release(1)
+    assert book.figures().reclaimable == 300
+
+
 def test_a_slot_that_is_not_to_be_reclaimed_is_its_requests_too():
     """Held for a client that will try again."""
     book = ledger()

@@ -216,6 +216,13 @@ def test_those_who_never_come_back_need_no_room():
     assert here.duty > 0.8
 
 
+def test_of_an_empty_place_nothing_is_learned():
+    """Its share of those who work is no share."""
+    here = Presence()
+    here.on_look(0.0)
+    assert (here.live, here.duty) == (0.0, 1.0)
+
+
 @pytest.mark.parametrize("live", [1, 5, 12, 39])
 @pytest.mark.parametrize("duty", [0.0, 0.1, 0.5, 0.9, 0.999])
 def test_rarely_more_work_at_once(live, duty):

@@ -1,5 +1,7 @@
 """Claims about ``core.queueing``: whose turn it is, and that nobody waits for ever."""
 
+import random
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -100,6 +102,22 @@ def test_heads_are_the_first_of_each_line():
     queue.discard(items["a"])
     assert [item.name for item in queue.heads()] == ["c", "b", "d"]
     assert list(FairQueue(1).heads()) == []
+
+
+def test_those_who_left_take_no_memory():
+    """Of many that leave, whether from the front, the back or in between, hardly a trace stays."""
+    queue, items = queue_of(*((f"{n}", n % 50, float(n)) for n in range(900)))
+    kept = [name for number, name in enumerate(items) if number % 300 == 299]
+    order = list(items.items())
+    random.Random(3).shuffle(order)
+    for number, (name, item) in enumerate(order):
+        if name not in kept:
+            queue.discard(item)
+        if number % 7 == 0:
+            queue.head()
+    assert sum(len(line.heap) for line in queue._lines.values()) <= 3 * len(kept) + 8 * len(queue._lines)
+    assert len(queue._turns) <= 2 * len(queue._lines) + 9
+    assert drained(queue) == kept
 
 
 STEPS = st.lists(

@@ -53,7 +53,7 @@ class Machine:
     """The engine, and the proxy in front of it: a queue in order of arrival, and the ledger."""
 
     def __init__(self, requests, *, overcommit, pool_cells=300, pinned=0):
-        self.ledger = CellLedger(CELLS, watermark=20, growth=LOOK + DELAY + 1, overcommit=overcommit)
+        self.ledger = CellLedger(CELLS, watermark=20, growth=LOOK + 2 * DELAY + 1, overcommit=overcommit)
         self.lengths = LengthBook(assumed_tokens=64)
         self.queue = list(requests)
         self.running = []
@@ -126,6 +126,7 @@ class Machine:
             self.ledger.release(request, leaves=key, cells=request.held, value=float(self.step))
         else:
             self.ledger.release(request)
+        self.reclaim()
 
     def compute(self):
         """One step of the engine, and what had been told to go or to stop is gone."""
