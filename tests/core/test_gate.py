@@ -407,6 +407,10 @@ class Crowd(RuleBasedStateMachine):
         """It ends altogether."""
         self.scene.gate.on_close(session, self.scene.now)
         self.running[session] = 0
+        # those that were let in with it go on, and do not bring it back
+        self.waiting = [
+            each for each in self.waiting if each.entered is None or each.entry.session != session
+        ]
 
     @rule(session=st.sampled_from("abcdefgh"), span=st.sampled_from([0.1, 0.3, 2.5, 50.0]))
     def look(self, session, span):
@@ -419,9 +423,10 @@ class Crowd(RuleBasedStateMachine):
     def wake(self):
         """Those who may come in."""
         for waiter in self.scene.gate.wake(self.scene.now):
-            self.waiting.remove(waiter)
             assert waiter.entered is not None
-            self.entered(waiter.entry.session)
+            if waiter in self.waiting:
+                self.waiting.remove(waiter)
+                self.entered(waiter.entry.session)
 
     @rule(number=st.integers(0, 7), patient=st.booleans())
     def leave(self, number, patient):
