@@ -4,6 +4,7 @@
 
     PolyKVError                     status, type and code that an HTTP answer may carry
     ├── BadRequestError       400   the client sent something we cannot use; ``param`` names the field
+    │   └── NoRoomError             a conversation that the KV cells cannot hold
     ├── ForbiddenError        403   a loopback service must not be driven by a web page
     ├── NotFoundError         404   an id that was never seen
     ├── ConflictError         409   the request is fine, the state is not
@@ -67,6 +68,28 @@ class BadRequestError(PolyKVError):
     status = 400
     type = "invalid_request_error"
     code = "invalid_request"
+
+
+class NoRoomError(BadRequestError):
+    """A conversation that the KV cells of an engine cannot hold; worded like an overflow of the engine.
+
+    Args:
+        message: the sentence for people.
+        required_tokens: of the prompt; None if nobody counted them.
+        ctx_size: tokens that there is room for; None if that is not known.
+    """
+
+    type = "exceed_context_size_error"
+    code = "no_room"
+
+    def __init__(self, message: str, *, required_tokens: int | None, ctx_size: int | None) -> None:
+        figures = {
+            "required_tokens": required_tokens,
+            "cached_tokens": None,
+            "ctx_size": ctx_size,
+            "ctx_kind": "cells",
+        }
+        super().__init__(message, n_prompt_tokens=required_tokens, n_ctx=ctx_size, opencoti=figures)
 
 
 class ForbiddenError(PolyKVError):

@@ -17,17 +17,32 @@ from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import structlog
 
-from polykv_proxy.core.decisions import Admit, AwaitIdle, Command, Lease, Queue, Reject, Ticket, WakeQueued
+from polykv_proxy.core.decisions import (
+    Admit,
+    AwaitIdle,
+    Command,
+    Lease,
+    Never,
+    Queue,
+    Reclaim,
+    Reject,
+    StopRunning,
+    Ticket,
+    WakeQueued,
+)
 from polykv_proxy.core.slots import Ask, Content
 from polykv_proxy.core.types import (
     Capability,
     EngineSample,
+    PoolId,
     PoolNumber,
+    SlotId,
 )
 from polykv_proxy.engine.backend import LAUNCH_GRACE_S, Patched, Relaying
 from polykv_proxy.engine.copies import Copies
 from polykv_proxy.engine.state import EngineState
 from polykv_proxy.errors import (
+    NoRoomError,
     PolyKVError,
     SaturatedError,
     UnavailableError,
@@ -38,9 +53,10 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
     from typing import Any
 
+    from polykv_proxy.core.ledger import Key
     from polykv_proxy.core.plane import ControlPlane
     from polykv_proxy.core.stock import SlotLook
-    from polykv_proxy.core.types import EngineFacts, LeaseId, SlotId
+    from polykv_proxy.core.types import EngineFacts, LeaseId
     from polykv_proxy.edge.tasks import TaskSet
     from polykv_proxy.engine.backend import Backend
     from polykv_proxy.engine.client import EngineClient
@@ -132,6 +148,12 @@ class Runtime:
         self._waiters: dict[int, Pending] = {}
         self.after_idle: dict[LeaseId, Callable[[], Awaitable[object]]] = {}
         """What is to be done when an abandoned request's slots are idle, before they are given away."""
+        self.stoppable: dict[LeaseId, asyncio.Timeout] = {}
+        """Requests that can be stopped before the cells are used up: by letting their time be over."""
+        self.evict_pool: Callable[[PoolId], Awaitable[bool]] | None = None
+        """Gives a pool's cells back; returns whether it is gone. Set by who looks after pools."""
+        self._emptied = asyncio.Event()
+        """Set, then cleared, whenever something was taken back."""
         self._still: dict[SlotId, asyncio.Future[None]] = {}
         """Slots in which nothing may begin until the future is done."""
         self._sampling: asyncio.Future[EngineSample] | None = None
@@ -208,6 +230,8 @@ class Runtime:
             self.backend = backend
             self._perform(self.plane.on_engine_ready(facts, capability, reason, digest, monotonic()))
             self._take_counts(first)
+            if isinstance(first, EngineSample):  # nothing is sent before its cells are known
+                self._perform(self.plane.on_sample(first, monotonic(), self.now_ts()))
             self.serving.set()
             return
 
@@ -296,12 +320,14 @@ class Runtime:
 
         Raises:
             SaturatedError: too many wait already.
+            NoRoomError: it can never fit the cells.
         """
         decision = self.plane.on_request(ask, monotonic(), now_ts=self.now_ts(), conversation=conversation)
         match decision:
             case Admit(lease):
                 self.metrics.on_admission("admitted", 0.0)
                 self.sampled.set()
+                self._perform(self.plane.reclaim())
                 return Pending(self, None, lease)
             case Queue(ticket):
                 pending = Pending(self, ticket, None)
@@ -311,6 +337,9 @@ class Runtime:
             case Reject(code, message):
                 self.metrics.on_admission("rejected")
                 raise SaturatedError(message, code=code, retry_after_s=2)
+            case Never() as never:
+                self.metrics.on_admission("rejected")
+                raise _no_room(never)
 
     def gave_up(self, ticket: Ticket) -> None:
         """See ``Pending.give_up``."""
@@ -350,22 +379,75 @@ class Runtime:
             ended.set_result(None)
 
     async def may_begin(self, lease: Lease) -> None:
-        """Wait until nobody needs the lease's slots to be still; send without another await."""
-        while going := [self._still[slot] for slot in lease.slots if slot in self._still]:
-            await asyncio.shield(going[0])
+        """Wait until what the lease is going to fill is empty and nobody needs its slots to be still.
+
+        Send without another await.
+        """
+        while True:
+            if going := [self._still[slot] for slot in lease.slots if slot in self._still]:
+                await asyncio.shield(going[0])
+            elif not lease.ended and self.plane.cells.awaits_room(lease):
+                await self._emptied.wait()
+            else:
+                break
+        self.plane.cells.begins(lease)
 
     def _perform(self, commands: list[Command]) -> None:
         for command in commands:
             match command:
                 case WakeQueued(ticket):
                     pending = self._waiters.pop(id(ticket), None)
-                    if pending is None or pending.woken is None or ticket.lease is None:
+                    if pending is not None and pending.woken is not None and ticket.never is not None:
+                        pending.woken.set_exception(_no_room(ticket.never))
+                        pending.woken.exception()  # whoever waited may be leaving
+                    elif pending is None or pending.woken is None or ticket.lease is None:
                         self._perform(self.plane.on_gave_up(ticket, monotonic()))
                     else:
                         self.metrics.on_admission("queued", monotonic() - ticket.since)
                         pending.woken.set_result(ticket.lease)
                 case AwaitIdle(lease, stop):
                     self.spawn(self._await_idle(lease, stop=stop))
+                case Reclaim(key):
+                    self.spawn(self._take_back(key))
+                case StopRunning(lease_id):
+                    scope = self.stoppable.get(lease_id)
+                    if scope is not None and not scope.expired():
+                        log.warning("request_stopped", engine=self.name, lease=lease_id)
+                        scope.reschedule(asyncio.get_running_loop().time())
+
+    async def _take_back(self, key: Key) -> None:
+        """Take back what a resident of the ledger holds; those who wait for its cells go on in any case."""
+        gone = False
+        try:
+            match key:
+                case ("slot", int() as slot):
+                    gone = await self._empty_reclaimed(SlotId(slot))
+                case ("pool", str() as pool_id) if self.evict_pool is not None:
+                    gone = await self.evict_pool(PoolId(pool_id))
+        except PolyKVError as error:
+            log.info("not_reclaimed", engine=self.name, resident=key, reason=error.message)
+        finally:
+            self._perform(self.plane.on_reclaimed(key, monotonic(), gone=gone))
+            self._emptied.set()
+            self._emptied.clear()
+            self.changed()
+
+    async def _empty_reclaimed(self, slot: SlotId) -> bool:
+        """Empty a slot that is idle, or whose request waits for that; False while it is at work."""
+        async with self.still(slot):
+            lease = self.borrow(slot)
+            if lease is None and not self.plane.reclaimable_slot(slot):
+                return False
+            epoch = self.epoch
+            try:
+                await self.client.erase_slot(slot)
+                if self.epoch == epoch:
+                    self.backend.forget([slot])
+                    self.plane.on_emptied(slot)
+            finally:
+                if lease is not None:
+                    self.returned(lease)
+        return True
 
     async def _await_idle(self, lease: Lease, *, stop: bool) -> None:
         """A client left: stop what the engine does for it, then give the slots away."""
@@ -461,7 +543,9 @@ class Runtime:
     async def _take_sample(self, result: asyncio.Future[EngineSample]) -> None:
         try:
             sample = await self.client.counters()
-            self.plane.on_sample(sample)
+            self._perform(self.plane.on_sample(sample, monotonic(), self.now_ts()))
+            self._emptied.set()  # or is seen to be empty by now
+            self._emptied.clear()
             result.set_result(sample)
             if sample.epoch != self.epoch:
                 self._meet_again()
@@ -494,3 +578,12 @@ class Runtime:
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run something that handles its own errors; it is cancelled when the proxy stops."""
         return self._tasks.spawn(coroutine)
+
+
+def _no_room(never: Never) -> NoRoomError:
+    return NoRoomError(
+        f"the prompt has {never.required_tokens} tokens, and there are KV cells for {never.room_tokens}, "
+        "one of them for the answer",
+        required_tokens=never.required_tokens,
+        ctx_size=never.room_tokens,
+    )

@@ -34,7 +34,8 @@ from fake_engine import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-CELLS = 4096
+CELLS = 65_536
+"""Cells of an engine, unless a test wants to see them run out."""
 _COUNTING = {
     "/v1/chat/completions/input_tokens",
     "/v1/responses/input_tokens",
@@ -105,6 +106,7 @@ class FakePolykv(FakeEngine):
         cells: those that a pool may find.
         renders: how a chat body becomes text.
         reuses: whether slots keep what a next prompt agrees with; off, they are always computed anew.
+        cells: how many it says that it has.
         damage: what attaching gets wrong: ``reuse``, ``share`` or ``leak``.
     """
 
@@ -132,6 +134,7 @@ class FakePolykv(FakeEngine):
         self.props |= {"total_slots": slots}
         self.reuses = False
         self.damage: str | None = None
+        self.cells = CELLS
         self._next_uid = 1
         self._next_task = 1
         self._next_cell = 0
@@ -189,7 +192,7 @@ class FakePolykv(FakeEngine):
                 "build_info": "fake",
                 "n_slots": len(self.sequences),
                 "max_pools": self.max_pools,
-                "n_cells": CELLS,
+                "n_cells": self.cells,
                 "n_ctx_slot": 1024,
                 "bytes_per_cell": 10,
                 "type_k": "f16",
@@ -220,7 +223,7 @@ class FakePolykv(FakeEngine):
             {"id_pool": number, "uid": pool.uid, "n_tokens": len(pool.tokens)}
             for number, pool in self.pools.items()
         ]
-        kv = {"n_cells": CELLS, "n_used": used}
+        kv = {"n_cells": self.cells, "n_used": used}
         return web.json_response(
             {
                 "t_us": _now_us(),

@@ -346,7 +346,7 @@ async def test_a_failure_of_ours_while_sampling_reaches_those_who_wait(rig, monk
     """They get what was known before; the failure is reported, and the next reading is taken."""
     known = await rig.runtime.sample(0.0)
 
-    def fail(_sample):
+    def fail(*_):
         raise ZeroDivisionError
 
     monkeypatch.setattr(rig.runtime.plane, "on_sample", fail)

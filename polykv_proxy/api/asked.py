@@ -51,6 +51,10 @@ class _Body(msgspec.Struct):
     stream_options: _Raw = msgspec.UNSET
     n: _Raw = msgspec.UNSET
     n_cmpl: _Raw = msgspec.UNSET
+    n_predict: _Raw = msgspec.UNSET
+    max_tokens: _Raw = msgspec.UNSET
+    max_completion_tokens: _Raw = msgspec.UNSET
+    max_output_tokens: _Raw = msgspec.UNSET
     cache_prompt: _Raw = msgspec.UNSET
     metadata: _Raw = msgspec.UNSET
     prompt: _Raw = msgspec.UNSET
@@ -99,6 +103,10 @@ class Asked:
     stream: bool = False
     include_usage: bool = False
     completions: int = 1
+    max_tokens: int | None = None
+    """New tokens of an answer at most; None where the body sets no bound."""
+    lease_id: str | None = None
+    """A promised place that the session redeems."""
     many_prompts: bool = False
     """Several prompts: the engine runs each in a slot of its own choice."""
     ignored_slot: bool = False
@@ -156,6 +164,8 @@ def read(body: bytes, family: Family, headers: dict[str, str], *, mask: bool = F
         include_usage=b"include_usage" in _bytes(parsed.stream_options)
         and _object(parsed.stream_options).get("include_usage") is True,
         completions=completions,
+        max_tokens=_most(parsed),
+        lease_id=ours.lease_id,
         many_prompts=not structured and _is_list_of_prompts(parsed.prompt),
         ignored_slot=_bytes(parsed.id_slot) not in (b"", b"null", b"-1"),
         masked=body is not received,
@@ -289,6 +299,13 @@ def _number(raw: _Raw) -> int | None:
         return None
     number = (int(value) + _SIGN_BIT) % (2 * _SIGN_BIT) - _SIGN_BIT
     return number if number > 0 else None
+
+
+def _most(parsed: _Body) -> int | None:
+    """The bound of an answer, whatever its API calls it; of several the largest, whichever counts."""
+    named = (parsed.n_predict, parsed.max_tokens, parsed.max_completion_tokens, parsed.max_output_tokens)
+    bounds = [bound for raw in named if (bound := _number(raw)) is not None]
+    return max(bounds) if bounds else None
 
 
 def _is_list_of_prompts(raw: _Raw) -> bool:

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import monotonic
 from typing import TYPE_CHECKING, TypeVar
 
@@ -27,6 +27,7 @@ from polykv_proxy.api.lint import judge
 from polykv_proxy.api.overflow import STATUSES, Overflows
 from polykv_proxy.api.recall import Recall
 from polykv_proxy.api.requests import divergence_view
+from polykv_proxy.api.sizes import need_of
 from polykv_proxy.api.tail import Tail
 from polykv_proxy.core.divergence import Cause
 from polykv_proxy.core.experience import headroom
@@ -34,7 +35,7 @@ from polykv_proxy.core.slots import Content
 from polykv_proxy.core.types import PoolId
 from polykv_proxy.edge.head import HOP_BY_HOP
 from polykv_proxy.edge.relay import RelayResult, relay, relay_into_open_stream
-from polykv_proxy.errors import EngineGoneError, PolyKVError, SaturatedError, UnavailableError
+from polykv_proxy.errors import EngineGoneError, NoRoomError, PolyKVError, SaturatedError, UnavailableError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -90,8 +91,14 @@ class _Work:
     unpooled: str | None = None
     """Why it does not ride on a pool that it named and that is there."""
     lease: Lease | None = None
+    content: Content = Content.OLD
+    """What its slot holds, as far as it came."""
+    clean: bool = True
+    """Whether the engine is done with it."""
     told: bool = False
     """Whether the answer's own account of itself was taken."""
+    tail: Tail | None = None
+    """What was kept of the answer."""
     boundary: int = 0
     """Leading tokens that others are expected to begin with, as far as the client hinted at any."""
 
@@ -99,6 +106,11 @@ class _Work:
     def matched(self) -> int:
         """Leading tokens that the pool it rides on holds."""
         return 0 if self.plan is None else self.plan.matched
+
+    @property
+    def sent_any(self) -> bool:
+        """Whether the client got a part of the answer."""
+        return self.tail is not None and bool(self.tail.beginning())
 
 
 class Inference:
@@ -154,38 +166,106 @@ class Inference:
             await hold.fail(error)
 
     async def _run(self, work: _Work, ask: Ask) -> None:
-        asked, runtime = work.asked, self._runtime
+        asked = work.asked
         if asked.pool_id is not None and asked.cache and work.family.pooled:
             await self._plan(work, PoolId(asked.pool_id))
+        ask = await self._sized(work, ask)
+        while not await self._attempt(work, ask):
+            log.info("request_starts_over", reason="the cells were used up")
+            work.lease, work.content, work.clean, work.told = None, Content.OLD, True, False
+
+    async def _attempt(self, work: _Work, ask: Ask) -> bool:
+        """Run it once; False where it was stopped for its cells before the client got anything of it.
+
+        Raises:
+            NoRoomError: it was stopped later than that.
+        """
+        runtime = self._runtime
         pending = runtime.request(ask, conversation=work.family.pooled)
-        content, clean = Content.OLD, True
+        scope = asyncio.timeout(None)
         try:
             work.lease = pending.lease or await work.hold.until(pending.wait, self._waited_too_long)
             assert work.lease is not None
-            if not work.lease.continues:
-                self._advice.notice(asked, work.family, work.scope)
-            if asked.pool_id is None and not await self._moves(work):
-                await self._find_pool(work)
-            assert work.lease is not None
-            await runtime.may_begin(work.lease)
-            self._look_again(work)
-            clean = False
-            response = await self._send(work)
-            if response.head.status >= 500:
-                content = Content.NOTHING
-            elif response.head.status == 200:
-                content = Content.NEW if asked.completions == 1 and not ask.exclusive else Content.NOTHING
-            leaving = None
-            if content is Content.NEW:  # the prompt is computed: the engine's head comes with the first token
-                leaving = self._hints.leave_pool(work.lease, work.boundary, work.matched)
-            clean = (await self._answer(work, response)).completed
-            if clean:
-                await self._hints.settle(leaving)
+            await self._prepare(work)
+            async with scope:
+                runtime.stoppable[work.lease.lease_id] = scope
+                await self._go(work, whole=work.asked.completions == 1 and not ask.exclusive)
+        except TimeoutError:
+            if not scope.expired():
+                raise
+            return self._stopped(work)
         finally:
             pending.give_up()
             if work.lease is not None:
+                runtime.stoppable.pop(work.lease.lease_id, None)
                 resumable = work.exchange.head.get(b"x-conversation-id") is not None
-                runtime.finish(work.lease, clean=clean, content=content, stop=not resumable)
+                runtime.finish(work.lease, clean=work.clean, content=work.content, stop=not resumable)
+        return True
+
+    async def _prepare(self, work: _Work) -> None:
+        """All that has to be known before it is sent; no await follows."""
+        lease, asked = work.lease, work.asked
+        assert lease is not None
+        if not lease.continues:
+            self._advice.notice(asked, work.family, work.scope)
+        if asked.pool_id is None and not await self._moves(work):
+            await self._find_pool(work)
+        await self._runtime.may_begin(lease)
+        self._look_again(work)
+
+    async def _go(self, work: _Work, *, whole: bool) -> None:
+        """Send it and pass the answer on.
+
+        Args:
+            work: the request.
+            whole: whether its first slot holds its whole conversation afterwards.
+        """
+        assert work.lease is not None
+        work.clean = False
+        response = await self._send(work)
+        if response.head.status >= 500:
+            work.content = Content.NOTHING
+        elif response.head.status == 200:
+            work.content = Content.NEW if whole else Content.NOTHING
+        leaving = None
+        if work.content is Content.NEW:  # the prompt is computed: the head comes with the first token
+            leaving = self._hints.leave_pool(work.lease, work.boundary, work.matched)
+        work.clean = (await self._answer(work, response)).completed
+        if work.clean:
+            await self._hints.settle(leaving)
+
+    async def _sized(self, work: _Work, ask: Ask) -> Ask:
+        """The wish with what it needs of the cells; counted where a bound would make it wait."""
+        plane, asked = self._runtime.plane, work.asked
+        if plane.cells.ledger is None:
+            return ask
+        slots = len(plane.board.slots) if ask.exclusive else 1
+        need = need_of(asked, work.family, work.plan, work.tokens, slots=slots)
+        if work.tokens is None and plane.must_count(need, monotonic()):
+            work.tokens = await self.tokens(work.family, asked)
+            need = need_of(asked, work.family, work.plan, work.tokens, slots=slots)
+        return replace(ask, need=need)
+
+    def _stopped(self, work: _Work) -> bool:
+        """It was stopped before the cells were used up; returns False where nobody notices.
+
+        Raises:
+            NoRoomError: the client has a part of its answer.
+        """
+        if not work.sent_any:
+            if work.exchange.started and not work.hold.opened:  # a stream's head went out, and no more
+                work.hold.opened = True
+            return False
+        error = NoRoomError(
+            "the KV cells of the engine are used up; this answer was the last to begin",
+            required_tokens=None,
+            ctx_size=None,
+        )
+        if not work.asked.stream:
+            work.exchange.abort()
+        self._runtime.metrics.on_overflow("cells")
+        work.hold.opened = True
+        raise error
 
     def _waited_too_long(self) -> Exception:
         if not self._runtime.plane.serving:
@@ -297,14 +377,21 @@ class Inference:
         assert work.lease is not None
         if work.lease.ended:
             raise EngineGoneError("the engine was restarted")
-        if work.tokens is not None:
-            self._runtime.plane.on_prompt(work.lease, work.tokens)
-        if work.plan is None:
-            return
-        pool = work.plan.pool
-        if not pool.resident or self._runtime.plane.pools.find(pool.pool_id, work.scope) is not pool:
-            # its number may be another pool's by now
-            work.plan, work.pool_unknown = None, work.asked.pool_id is not None
+        plane, tokens = self._runtime.plane, work.tokens
+        if tokens is not None:
+            plane.on_prompt(work.lease, tokens)
+        if work.plan is not None:
+            pool = work.plan.pool
+            if not pool.resident or plane.pools.find(pool.pool_id, work.scope) is not pool:
+                # its number may be another pool's by now
+                work.plan, work.pool_unknown = None, work.asked.pool_id is not None
+        plan = work.plan
+        plane.cells.settle(
+            work.lease,
+            prompt=None if tokens is None else len(tokens),
+            shared=0 if plan is None else plan.tokens,
+            pool=None if plan is None else plan.pool,
+        )
 
     async def _serving(self, timeout_s: float) -> bool | None:
         try:
@@ -378,7 +465,7 @@ class Inference:
             return await self._refused(work, response, overflows)
         stream = (response.head.get(b"content-type") or b"").startswith(b"text/event-stream")
         reader = self._reader(work, response, stream=stream)
-        tail = Tail() if response.head.status == 200 else None
+        tail = work.tail = Tail() if response.head.status == 200 else None
         observer = None if tail is None else tail.observe
 
         def truncated(error: EngineGoneError) -> bytes | None:
@@ -470,6 +557,8 @@ class Inference:
             runtime.plane.on_first_byte(work.lease, waited)
             runtime.metrics.on_first_byte(waited)
         work.entry.answered(usage, result.error)
+        if result.completed and usage.generated_tokens is not None and work.asked.completions == 1:
+            runtime.plane.cells.on_answer(work.lease, usage.generated_tokens)
         self._tell(work, usage)
         if plan is None:
             return
@@ -489,7 +578,7 @@ class Inference:
         if lease is None or lease.session is None or work.told or work.asked.completions != 1:
             return
         if usage.context_tokens is not None:
-            lease.session.context_tokens = usage.context_tokens
+            lease.session.context_tokens = lease.context_tokens = usage.context_tokens
         if usage.generated_tokens is not None and usage.decode_s is not None:
             self._runtime.plane.on_answer(lease, usage.generated_tokens, usage.decode_s)
             work.told = True

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
+    from polykv_proxy.core.ledger import Key
     from polykv_proxy.core.pools import PrefixPool
     from polykv_proxy.core.sessions import Session
     from polykv_proxy.core.slots import Ask
@@ -31,6 +32,8 @@ class Lease:
     """Whether its answer comes token by token."""
     before: LeaseId | None = None
     """Its session's request before this one."""
+    context_tokens: int | None = None
+    """What its answer said that its slot holds, those shared with a pool included."""
 
 
 @dataclass(slots=True, eq=False)
@@ -42,6 +45,8 @@ class Ticket:
     since: float
     since_ts: float
     lease: Lease | None = None
+    never: Never | None = None
+    """It can never be served, and waits no more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +71,22 @@ class Reject:
     message: str
 
 
-Decision: TypeAlias = "Admit | Queue | Reject"
+@dataclass(frozen=True, slots=True)
+class Never:
+    """No: it does not fit the cells, not even alone."""
+
+    required_tokens: int
+    """Of its prompt."""
+    room_tokens: int
+    """That there is for one conversation."""
+
+
+Decision: TypeAlias = "Admit | Queue | Reject | Never"
 
 
 @dataclass(frozen=True, slots=True)
 class WakeQueued:
-    """Tell a waiting request that its ticket has a lease now."""
+    """Tell a waiting request that its ticket has a lease now, or never will."""
 
     ticket: Ticket
 
@@ -85,7 +100,21 @@ class AwaitIdle:
     """Whether to stop it; a resumable stream runs on without its client."""
 
 
-Command: TypeAlias = "WakeQueued | AwaitIdle"
+@dataclass(frozen=True, slots=True)
+class Reclaim:
+    """Take back what a resident of the ledger holds, then report ``on_reclaimed``."""
+
+    key: Key
+
+
+@dataclass(frozen=True, slots=True)
+class StopRunning:
+    """Stop a request before the cells are used up."""
+
+    lease_id: LeaseId
+
+
+Command: TypeAlias = "WakeQueued | AwaitIdle | Reclaim | StopRunning"
 
 
 @dataclass(frozen=True, slots=True)

@@ -175,6 +175,32 @@ class CellLedger:
         """Cells that hold nothing and are nobody's in the next moment; what is resident is not empty."""
         return self.total - self._sum.resident - self._unexplained - self._sum.due
 
+    @property
+    def room_at_best(self) -> int:
+        """Cells that one request could have if nothing else ran."""
+        return max(0, self.total - self._watermark - self._sum.lasting)
+
+    def cells_of(self, key: Key) -> int:
+        """Cells of a resident; 0 if there is none of that name."""
+        known = self._residents.get(key)
+        return 0 if known is None else known.cells
+
+    def reserved(self, request: LeaseId | Key) -> int:
+        """Cells that a running request has in the books; 0 if it is over."""
+        known = self._requests.get(request)
+        return 0 if known is None else known.reserved
+
+    @property
+    def awaits_room(self) -> bool:
+        """Whether what is about to be filled has to wait for residents that are going."""
+        return self._short > 0 and any(each.going for each in self._residents.values())
+
+    @property
+    def _short(self) -> int:
+        """Cells that have to become empty for those who run to go on until the next look."""
+        # what is reserved is there in the books; here it has to be empty in time
+        return self._watermark + self._growth * (len(self._requests) + 1) - self.empty_now
+
     def figures(self) -> Figures:
         """Everything at once, for reports."""
         return Figures(
@@ -237,8 +263,7 @@ class CellLedger:
 
         Each is named once: ``drop`` it when it is gone, or ``keep`` it when it would not go.
         """
-        # what is reserved is there in the books; here it has to be empty in time
-        short = self._watermark + self._growth * (len(self._requests) + 1) - self.empty_now
+        short = self._short
         if short <= 0:
             return []
         short -= sum(each.cells for each in self._residents.values() if each.going)
@@ -337,6 +362,15 @@ class CellLedger:
         self._sum.reserved += need
         self._sum.due += prompt
 
+    def recost(self, request: LeaseId | Key, cost: Cost, *, uses: Iterable[Key] = ()) -> None:
+        """More is known of a running request than when it was written down; see ``fit`` for the arguments."""
+        old = self._requests.get(request)
+        if old is None:
+            return
+        self.release(request)
+        self.reserve(request, cost, uses=uses)
+        self.progress(request, held=old.held, expected=cost.expected)
+
     def progress(self, request: LeaseId | Key, *, held: int, expected: int) -> None:
         """Cost a running request anew.
 
@@ -391,9 +425,9 @@ class CellLedger:
         2. Something can still be taken back, or is going: that comes first.
         3. The latest, until those who are left have that room.
 
-        Each is named once; it counts until it is released.
+        Each is named once; it counts until it is released. One that produces nothing does not grow.
         """
-        running = [(key, each) for key, each in self._requests.items() if not each.stopping]
+        running = [(key, each) for key, each in self._requests.items() if not each.stopping and each.bound]
         going = sum(each.due for each in self._requests.values() if each.stopping)
         short = sum(self._may_grow(each) for _, each in running) - self.empty_now - going
         short -= self._sum.resident - self._sum.protected  # 2
@@ -412,7 +446,7 @@ class CellLedger:
 
     # -- samples -----------------------------------------------------------------------------------------
 
-    def on_sample(self, used: int, held: Mapping[LeaseId | Key, int], taken_at: float) -> None:
+    def on_sample(self, used: int, held: Mapping[LeaseId, int], taken_at: float) -> None:
         """The engine says how many cells are used. Residents have been corrected by ``keep`` before.
 
         Args:

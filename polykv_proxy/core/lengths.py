@@ -82,6 +82,10 @@ class LengthBook:
     def __len__(self) -> int:
         return len(self._classes)
 
+    def adopt(self, assumed_tokens: int, quantile: float) -> None:
+        """Other expectations from now on; see the class. What was learned stays."""
+        self._assumed, self._quantile = assumed_tokens, quantile
+
     def on_answer(self, kind: Hashable, tokens: int) -> None:
         """An answer came to its end by itself.
 

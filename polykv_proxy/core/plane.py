@@ -7,7 +7,9 @@ Rule 2: a request is sent only to slots that are known to be idle, so the engine
 Rule 3: those who wait are served in order of arrival. A request that cannot be placed holds back those
 behind it: none of them may starve it.
 Rule 4: a lease ends exactly once. Ending it again changes nothing.
-Rule 5: what the engine reports corrects what was assumed. A new epoch means that nothing is resident.
+Rule 5: a request is sent only when its cells are there, see ``core.ledger``; those who wait for them are in
+the same line.
+Rule 6: what the engine reports corrects what was assumed. A new epoch means that nothing is resident.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 from polykv_proxy.core.accounting import attribute
+from polykv_proxy.core.cells import Cells
 from polykv_proxy.core.decisions import (
     Admit,
     AttachPlan,
@@ -23,9 +26,12 @@ from polykv_proxy.core.decisions import (
     Command,
     Decision,
     Lease,
+    Never,
     PoolPolicy,
     Queue,
+    Reclaim,
     Reject,
+    StopRunning,
     Ticket,
     WakeQueued,
 )
@@ -34,18 +40,20 @@ from polykv_proxy.core.planner import KnownEngine, PoolPlanner
 from polykv_proxy.core.rates import Progress
 from polykv_proxy.core.sessions import SessionBook
 from polykv_proxy.core.slots import Ask, Content, Placement, SlotBoard
-from polykv_proxy.core.types import Capability, LeaseId
+from polykv_proxy.core.types import Capability, LeaseId, Scope
 from polykv_proxy.errors import ConflictError, NotFoundError, SessionNotResidentError
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
     from polykv_proxy.core.accounting import Ownership
+    from polykv_proxy.core.cells import Need
+    from polykv_proxy.core.ledger import Key
     from polykv_proxy.core.pools import PoolTree
     from polykv_proxy.core.sessions import Session
     from polykv_proxy.core.slots import Slot
     from polykv_proxy.core.stock import SlotLook
-    from polykv_proxy.core.types import EngineFacts, EngineSample, Scope, SessionId, SlotId, Tokens
+    from polykv_proxy.core.types import EngineFacts, EngineSample, PoolUid, SessionId, SlotId, Tokens
 
 
 class ControlPlane:
@@ -65,6 +73,7 @@ class ControlPlane:
         self.board = SlotBoard(0)
         self.sample: EngineSample | None = None
         self.ownership: Ownership | None = None
+        self.cells = Cells()
         self._serving = False
         self._waiting: OrderedDict[int, Ticket] = OrderedDict()
         self.sessions = SessionBook(f"auto-{number}-" if number else "auto-")
@@ -133,6 +142,7 @@ class ControlPlane:
         """
         if self.facts != facts:  # not by the epoch alone: an engine without the patch has none
             self._forget_residency(facts, same_model=model_identity == self._engine.model_identity)
+            self.cells.meet(facts, counts=capability.shares_cells)
         self._engine.meet(facts, capability, reason, model_identity)
         self.tree.shares_cells = capability.shares_cells
         self._serving = True
@@ -155,14 +165,69 @@ class ControlPlane:
         self.sample = self.ownership = None
         self.experience.reset()
 
-    def on_sample(self, sample: EngineSample) -> None:
-        """Correct the picture by what the engine reports; readings of another epoch are ignored."""
+    def on_sample(self, sample: EngineSample, now: float | None = None, now_ts: float = 0.0) -> list[Command]:
+        """Correct the picture by what the engine reports; readings of another epoch are ignored.
+
+        Args:
+            sample: what it reports.
+            now: monotonic seconds; None: when it was taken.
+            now_ts: epoch seconds.
+        """
         if self.facts is None or sample.epoch != self.facts.epoch:
-            return
+            return []
         self.sample = sample
         self.ownership = attribute(self.tree.nodes(), sample)
         if self.ownership.dead:
             self.tree.drop_ghosts(set(self.ownership.dead))
+        if self.cells.ledger is None:
+            return []
+        now = sample.taken_at if now is None else now
+        self._keep_pools(now_ts)
+        self.cells.on_sample(sample, self.board, now)
+        commands: list[Command] = [StopRunning(lease) for lease in self.cells.overdrawn()]
+        return [*commands, *self._serve_waiting(now), *self.reclaim()]
+
+    def _keep_pools(self, now_ts: float) -> None:
+        """The ledger learns what the pools hold."""
+        ridden: frozenset[PoolUid] = frozenset()
+        if self.sample is not None:
+            ridden = frozenset(
+                slot.pool_uid
+                for slot in self.sample.slots
+                if slot.shared_tokens > 0 and not self.board.slots[slot.slot].idle
+            )
+        own = {} if self.ownership is None else self.ownership.own
+        self.cells.keep_pools(self.tree, own, ridden, self._policy.grace_s, now_ts)
+
+    def reclaim(self) -> list[Command]:
+        """What has to go for those who run, and for the next one."""
+        ledger = self.cells.ledger
+        return [] if ledger is None else [Reclaim(key) for key in ledger.reclaim()]
+
+    def reclaimable_slot(self, slot: SlotId) -> bool:
+        """Whether what is in a slot is only what a request displaced that was not sent yet."""
+        return self.cells.is_unsent(self.board.slots[slot].lease)
+
+    def on_emptied(self, slot: SlotId) -> None:
+        """A conversation was given up for its cells; what waits to begin in its slot finds it empty."""
+        if self.cells.is_unsent(self.board.slots[slot].lease):
+            self.board.forget_before(slot)
+            return
+        session = self.board.slots[slot].session
+        self.board.forget(slot)
+        if session is not None:
+            session.taken = True
+
+    def on_reclaimed(self, key: Key, now: float, *, gone: bool) -> list[Command]:
+        """A resident was taken back, or would not go: then it stays until the next sample."""
+        ledger = self.cells.ledger
+        if ledger is None:
+            return []
+        if gone:
+            ledger.drop(key)
+        else:
+            ledger.keep(key, ledger.cells_of(key))
+        return [*self._serve_waiting(now), *self.reclaim()]
 
     # -- rates -------------------------------------------------------------------------------------------
 
@@ -205,9 +270,10 @@ class ControlPlane:
     def on_request(self, ask: Ask, now: float, *, now_ts: float, conversation: bool = True) -> Decision:
         """A request wants slots.
 
-        1. The engine serves, nobody waits, and slots are idle: admit.
-        2. Too many wait: reject.
-        3. Wait in line.
+        1. The engine serves, nobody waits, slots are idle and its cells are there: admit.
+        2. It can never fit: never.
+        3. Too many wait: reject.
+        4. Wait in line.
 
         Args:
             ask: what it wants.
@@ -222,11 +288,22 @@ class ControlPlane:
             lease = self._grant(ask, now, now_ts, conversation=conversation)
             if lease is not None:
                 return Admit(lease)  # 1
+        if (never := self._never(ask, now)) is not None:
+            return never  # 2
         if len(self._waiting) >= self._max_waiting:
-            return Reject("queue_full", f"{len(self._waiting)} requests are waiting already")  # 2
+            return Reject("queue_full", f"{len(self._waiting)} requests are waiting already")  # 3
         ticket = Ticket(ask, conversation, now, now_ts)
         self._waiting[id(ticket)] = ticket
-        return Queue(ticket)  # 3
+        return Queue(ticket)  # 4
+
+    def _never(self, ask: Ask, now: float) -> Never | None:
+        found = self.cells.never(ask, now)
+        return None if found is None else Never(*found)
+
+    def must_count(self, need: Need, now: float) -> bool:
+        """Whether a request of unknown length should be counted: as long as it may be, it would wait."""
+        ask = Ask(scope=Scope(""), need=need)
+        return self.cells.ledger is not None and (bool(self._waiting) or not self.cells.fits(ask, None, now))
 
     def on_gave_up(self, ticket: Ticket, now: float) -> list[Command]:
         """Whoever held the ticket left or waited too long. A lease it was just given is passed on."""
@@ -317,16 +394,24 @@ class ControlPlane:
     def _free(self, lease: Lease, now: float, content: Content) -> list[Command]:
         if self._running.pop(lease.lease_id, None) is None:
             return []  # the engine it ran on is gone
+        if self.cells.computes(lease):
+            self._keep_pools(0.0)  # what was its cells is the pool's from now on
+        self.cells.over(lease, kept=content is not Content.NOTHING, untouched=content is Content.OLD)
         for index, number in enumerate(lease.slots):
             self.board.free(number, now, content if index == 0 else Content.NOTHING)
-        return self._serve_waiting(now)
+        return [*self._serve_waiting(now), *self.reclaim()]
 
     def _serve_waiting(self, now: float) -> list[Command]:
         commands: list[Command] = []
         while self._serving and self._waiting:
             key, ticket = next(iter(self._waiting.items()))
-            lease = self._grant(ticket.ask, now, ticket.since_ts, conversation=ticket.conversation)
-            if lease is None:
+            ticket.never = self._never(ticket.ask, now)
+            lease = (
+                None
+                if ticket.never
+                else self._grant(ticket.ask, now, ticket.since_ts, conversation=ticket.conversation)
+            )
+            if lease is None and ticket.never is None:
                 break  # rule 3
             del self._waiting[key]
             ticket.lease = lease
@@ -335,7 +420,7 @@ class ControlPlane:
 
     def _grant(self, ask: Ask, now: float, now_ts: float, *, conversation: bool) -> Lease | None:
         placement = self.board.place(ask)
-        if placement is None:
+        if placement is None or not self.cells.fits(ask, placement, now):
             return None
         session = self._session_for(ask, placement, now, now_ts) if conversation else None
         lease = Lease(LeaseId(self._next_lease), placement.slots, session, placement.continues, now)
@@ -345,6 +430,7 @@ class ControlPlane:
             lease.before, session.lease = session.lease, lease.lease_id
         self.board.take(placement, lease.lease_id, session, ask)
         self._running[lease.lease_id] = lease
+        self.cells.take(lease, ask)
         return lease
 
     # -- sessions ----------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from polykv_proxy.core.types import SlotId, common_prefix
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from polykv_proxy.core.cells import Need
     from polykv_proxy.core.sessions import Session
     from polykv_proxy.core.types import LeaseId, Scope, Tokens
 
@@ -79,6 +80,8 @@ class Ask:
     """The engine will choose the further slots itself, so that all must be idle."""
     only: SlotId | None = None
     """Nothing but this slot will do."""
+    need: Need | None = None
+    """What it takes of the cells; None for work that takes none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,6 +261,10 @@ class SlotBoard:
         if waiting is None:
             self.free(source, now, Content.OLD)
         return waiting
+
+    def forget_before(self, number: SlotId) -> None:
+        """What a lease displaced is gone from its slot, whether the lease begins or not."""
+        self.slots[number].before = (None, ())
 
     def forget(self, number: SlotId) -> None:
         """The slot holds nothing of use any more."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
+from polykv_proxy.core.cells import need_of_pool
 from polykv_proxy.core.planner import Wanted
 from polykv_proxy.core.slots import Ask, Content
 from polykv_proxy.core.types import PoolOrigin, PoolState, PoolUid
@@ -106,7 +107,8 @@ class Materializer:
         lease: Lease | None = None
         pending: Pending | None = None
         try:
-            pending = self._runtime.request(Ask(scope=pool.scope), conversation=False)
+            need = need_of_pool(pool.prefix_len, pool.parent, pool.branch_pos)
+            pending = self._runtime.request(Ask(scope=pool.scope, need=need), conversation=False)
             while lease is None:
                 lease = await pending.wait(60.0)
             if lease.ended or not self._plane.pools.is_awaited(pool):

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from polykv_proxy.core.pools import PrefixPool
-    from polykv_proxy.core.types import PoolNumber, SlotId
+    from polykv_proxy.core.types import PoolId, PoolNumber, SlotId
     from polykv_proxy.runtime import Runtime
 
 log = structlog.get_logger(__name__)
@@ -40,6 +40,17 @@ class Room:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._plane = runtime.plane
+        runtime.evict_pool = self.reclaim
+
+    async def reclaim(self, pool_id: PoolId) -> bool:
+        """Evict a pool for its cells, unless a request runs on it; returns whether it is gone."""
+        pool = self._plane.tree.get(pool_id)
+        if pool is None or not pool.resident:
+            return True
+        if pool.attached:
+            return False
+        await self.evict(pool, flush=False)
+        return True
 
     async def release(self, pool: PrefixPool, *, recursive: bool) -> tuple[list[PrefixPool], int]:
         """Release a pool, with its subtree if asked; returns what went and how many cells were freed.
