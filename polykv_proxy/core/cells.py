@@ -132,12 +132,25 @@ class Cells:
             return None
         return cost.prompt + ask.need.shared, self.ledger.room_at_best
 
-    def fits(self, ask: Ask, placement: Placement | None, now: float) -> bool:
-        """Whether a request may have these slots now; without any, whether its cells are there."""
+    def must_count(self, need: Need, now: float, *, in_line: bool) -> bool:
+        """Whether to count a request that nobody counted: as long as it may be, it could not run now.
+
+        Args:
+            need: its size.
+            now: monotonic seconds.
+            in_line: whether others wait already.
+        """
+        if self.ledger is None:
+            return False
+        longest = replace(self._cost(need), exact=True)
+        return in_line or self.ledger.fit(longest, now, uses=_line(need.pool)) is not Fit.FITS
+
+    def fits(self, ask: Ask, placement: Placement, now: float) -> bool:
+        """Whether a request may have these slots now."""
         if self.ledger is None or ask.need is None:
             return True
         replaces = None
-        if placement is not None and placement.continues:
+        if placement.continues:
             replaces = ("slot", placement.slots[0])
         fit = self.ledger.fit(self._cost(ask.need), now, uses=_line(ask.need.pool), replaces=replaces)
         return fit is Fit.FITS

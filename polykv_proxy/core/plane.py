@@ -40,7 +40,7 @@ from polykv_proxy.core.planner import KnownEngine, PoolPlanner
 from polykv_proxy.core.rates import Progress
 from polykv_proxy.core.sessions import SessionBook
 from polykv_proxy.core.slots import Ask, Content, Placement, SlotBoard
-from polykv_proxy.core.types import Capability, LeaseId, Scope
+from polykv_proxy.core.types import Capability, LeaseId
 from polykv_proxy.errors import ConflictError, NotFoundError, SessionNotResidentError
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from polykv_proxy.core.sessions import Session
     from polykv_proxy.core.slots import Slot
     from polykv_proxy.core.stock import SlotLook
-    from polykv_proxy.core.types import EngineFacts, EngineSample, PoolUid, SessionId, SlotId, Tokens
+    from polykv_proxy.core.types import EngineFacts, EngineSample, PoolUid, Scope, SessionId, SlotId, Tokens
 
 
 class ControlPlane:
@@ -302,8 +302,7 @@ class ControlPlane:
 
     def must_count(self, need: Need, now: float) -> bool:
         """Whether a request of unknown length should be counted: as long as it may be, it would wait."""
-        ask = Ask(scope=Scope(""), need=need)
-        return self.cells.ledger is not None and (bool(self._waiting) or not self.cells.fits(ask, None, now))
+        return self.cells.must_count(need, now, in_line=bool(self._waiting))
 
     def on_gave_up(self, ticket: Ticket, now: float) -> list[Command]:
         """Whoever held the ticket left or waited too long. A lease it was just given is passed on."""

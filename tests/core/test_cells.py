@@ -1,0 +1,177 @@
+"""What requests, slots and pools hold of the cells."""
+
+from core.planes import SCOPE, facts, finish, pool, sample, serving
+from polykv_proxy.core.cells import Need, need_of_pool
+from polykv_proxy.core.costs import Asked
+from polykv_proxy.core.decisions import Admit, Never, Queue, Reclaim, StopRunning, WakeQueued
+from polykv_proxy.core.policies import CellPolicy
+from polykv_proxy.core.slots import Ask, Content
+from polykv_proxy.core.types import Capability, PoolUid, SlotId, SlotSample, SlotState
+
+CELLS = 1000
+TIGHT = CellPolicy(watermark_ratio=0.0, growth_tokens=1)
+
+
+def plane(**options):
+    """One with 1,000 cells, sampled once."""
+    made = serving(cells=CELLS, ctx=CELLS, slots=4, **options)
+    made.cells.adopt(TIGHT)
+    made.on_sample(sample())
+    return made
+
+
+def need(prompt, new, *, pool=None, shared=0, body=0):
+    """A request's size."""
+    size = Asked(kind="k", body_bytes=body, max_tokens=new)
+    return Need(asked=size, prompt=prompt, shared=shared, pool=pool)
+
+
+def ask(plane, prompt, new, *chain, now=0.0, **options):
+    """A request of so many tokens; the decision."""
+    wish = Ask(scope=SCOPE, chain=chain, need=need(prompt, new, **options))
+    return plane.on_request(wish, now, now_ts=0.0)
+
+
+def lease_of(decision):
+    """What an admitted one got."""
+    assert isinstance(decision, Admit)
+    return decision.lease
+
+
+def seen(slot, tokens, *, lease=0, generated=0, state=SlotState.IDLE, shared=0, uid=0):
+    """A slot as the engine reports it."""
+    return SlotSample(SlotId(slot), state, 1, lease, generated, 0, 0, tokens, shared, PoolUid(uid), CELLS)
+
+
+def keys(commands):
+    """What is to be taken back."""
+    return [command.key for command in commands if isinstance(command, Reclaim)]
+
+
+def test_who_does_not_fit_waits_in_line_and_comes_in_when_there_is_room():
+    """Rule 1: the cells come back with the slots."""
+    at = plane()
+    first = lease_of(ask(at, 100, 700))
+    assert isinstance(second := ask(at, 100, 700), Queue)
+    assert isinstance(ask(at, 1, 1), Queue)  # though it would fit: it may not starve the one before it
+    woken = [each for each in finish(at, first, content=Content.NOTHING) if isinstance(each, WakeQueued)]
+    assert woken[0].ticket is second.ticket
+    assert second.ticket.lease is not None
+
+
+def test_what_can_never_fit_is_told_so_at_once_also_in_line():
+    """A prompt for which the cells beside what is pinned are too few."""
+    at = plane()
+    assert ask(at, 1000, 1) == Never(1000, 1000)
+    lease_of(ask(at, 100, 700))
+    waiting = ask(at, 995, 1)
+    assert isinstance(waiting, Queue)
+    pool(at, pin=True)
+    assert at.on_sample(sample(used=10)) == [WakeQueued(waiting.ticket)]
+    assert (waiting.ticket.lease, waiting.ticket.never) == (None, Never(995, 990))
+    assert at.waiting == 0
+
+
+def test_an_idle_conversation_makes_room_before_the_next_is_sent():
+    """It is named, and who needs its cells waits until it is gone."""
+    at = plane()
+    first = lease_of(ask(at, 100, 700, 1, 2))
+    at.cells.begins(first)
+    finish(at, first)
+    at.on_sample(sample(used=800, slots=(seen(0, 800, lease=first.lease_id),)))
+    second = lease_of(ask(at, 500, 10, 7, 8))
+    assert keys(at.reclaim()) == [("slot", 0)]
+    assert at.cells.awaits_room(second)
+    at.on_reclaimed(("slot", 0), 0.0, gone=True)
+    assert not at.cells.awaits_room(second)
+
+
+def test_what_does_not_go_is_not_asked_again_until_the_next_sample():
+    """It stays in the books."""
+    at = plane()
+    first = lease_of(ask(at, 100, 700, 1, 2))
+    finish(at, first)
+    at.on_sample(sample(used=800, slots=(seen(0, 800),)))
+    lease_of(ask(at, 100, 10, 7, 8))
+    lease_of(ask(at, 100, 10, 9, 10))
+    assert keys(at.reclaim()) == [("slot", 0)]
+    assert keys(at.on_reclaimed(("slot", 0), 0.0, gone=False)) == []
+    assert at.cells.ledger.cells_of(("slot", 0)) == 800
+
+
+def test_a_conversation_that_goes_on_has_its_cells_already():
+    """Rule 2: they are the request's from the start, and the slot's again if it never begins."""
+    at = plane()
+    first = lease_of(ask(at, 100, 700, 1, 2))
+    finish(at, first)
+    at.on_sample(sample(used=800, slots=(seen(0, 800),)))
+    again = lease_of(ask(at, 820, 50, 1, 2, 3))
+    assert (again.continues, at.cells.ledger.cells_of(("slot", 0))) == (True, 0)
+    assert at.reclaim() == []
+    finish(at, again, content=Content.OLD)
+    assert at.cells.ledger.cells_of(("slot", 0)) == 800
+
+
+def test_the_engine_counts_a_prompt_that_nobody_counted():
+    """Once it generates, the bound gives way to what is there."""
+    at = plane()
+    lease = lease_of(ask(at, None, 10, body=500))
+    bound = at.cells.private(lease)
+    running = seen(0, 61, lease=lease.lease_id, generated=1, state=SlotState.GEN)
+    at.on_sample(sample(slots=(seen(0, 0),)))
+    at.on_sample(sample(used=61, slots=(running,)))
+    assert bound == 1000 - 1
+    assert at.cells.private(lease) < 100
+
+
+def test_a_bound_that_could_not_run_is_a_reason_to_count():
+    """Also where others wait: a shorter one would come in sooner."""
+    at = plane()
+    assert at.must_count(need(None, 10, body=2000), 0.0)
+    at.cells.meet(facts(cells=100_000, ctx=8000), counts=True)
+    at.cells.ledger.on_sample(0, {}, 0.0)
+    assert not at.must_count(need(None, 10, body=2000), 0.0)
+    assert at.cells.must_count(need(None, 10, body=2000), 0.0, in_line=True)
+
+
+def test_the_last_to_begin_is_stopped_before_the_cells_are_used_up():
+    """Both became longer than their kind was expected to."""
+    at = plane()
+    at.cells.adopt(CellPolicy(watermark_ratio=0.0, growth_tokens=10, assumed_tokens=100))
+    first, second = (lease_of(ask(at, 100, 800, number)) for number in (1, 2))
+    slots = tuple(
+        seen(slot, 498, lease=each.lease_id, generated=398, state=SlotState.GEN)
+        for slot, each in enumerate((first, second))
+    )
+    commands = at.on_sample(sample(used=996, slots=slots))
+    assert [each for each in commands if isinstance(each, StopRunning)] == [StopRunning(second.lease_id)]
+
+
+def test_answers_that_ended_by_themselves_teach_how_long_their_kind_is():
+    """One that was cut at its bound says nothing."""
+    at = plane()
+    for _ in range(20):
+        lease = lease_of(ask(at, 10, 500))
+        at.cells.on_answer(lease, 40)
+        at.cells.on_answer(lease, 500)
+        finish(at, lease, content=Content.NOTHING)
+    assert at.cells.lengths.expected("k", 500) < 60
+
+
+def test_a_pool_has_its_cells_as_soon_as_it_was_computed():
+    """They go from the request that computed it to the pool, without a sample between."""
+    at = plane()
+    wish = Ask(scope=SCOPE, need=need_of_pool(10, None, 0))
+    lease = lease_of(at.on_request(wish, 0.0, now_ts=0.0, conversation=False))
+    made = pool(at)
+    finish(at, lease, content=Content.NOTHING)
+    assert at.cells.ledger.cells_of(("pool", made.pool_id)) == made.own_len
+    assert lease.lease_id not in at.cells.ledger
+
+
+def test_an_engine_without_counters_has_no_ledger():
+    """Rule 3: everything fits that has a slot."""
+    at = serving(cells=CELLS, capability=Capability.RELAY, slots=4)
+    assert at.cells.ledger is None
+    lease_of(ask(at, 5000, 5000))
+    lease_of(ask(at, 5000, 5000))

@@ -1,0 +1,133 @@
+"""Admission on the real engine: the cells are never used up, and policies do what they say."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import pytest_asyncio
+
+from e2e.harness import PATIENCE_S, Served, serve
+from e2e.tiny_models import llama
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+CELLS = 1024
+PROMPT = 130
+NEW = 700
+"""One fits, two do not."""
+
+LOOK_S = 0.02
+
+
+def words(seed: int, count: int) -> list[int]:
+    """Tokens of some text."""
+    dice = random.Random(seed)
+    return [dice.randrange(100, 1000) for _ in range(count)]
+
+
+async def write(served: Served, seed: int, *, prompt: int = PROMPT, new: int = NEW, **more: Any) -> Any:
+    """A request that generates ``new`` tokens, if the engine can."""
+    body = {"prompt": words(seed, prompt), "n_predict": new, "ignore_eos": True, "temperature": 0}
+    return await served.http.post("/completion", {**body, **more})
+
+
+def whole(answer: Any, new: int = NEW) -> bool:
+    """Whether an answer is as long as it was asked for."""
+    return answer.status == 200 and (answer.json["tokens_predicted"], answer.json["truncated"]) == (
+        new,
+        False,
+    )
+
+
+async def peak(served: Served, until: asyncio.Future[Any]) -> int:
+    """Most cells that were used until something was over."""
+    most = 0
+    while not until.done():
+        most = max(most, await served.cells_used())
+        await asyncio.sleep(LOOK_S)
+    return most
+
+
+async def nothing_was_lost(served: Served) -> None:
+    """The engine never ran out of cells by itself: no request ended early, no idle slot was cleared."""
+    counted = (await served.counters()).get("overflow")
+    if counted is not None:
+        assert {counted[name] for name in ("n_slots_cleared", "n_ended", "n_refused")} == {0}
+
+
+def _sizes(folder: Path, vocabulary_of: Path, slots: int, cells: int) -> tuple[str, ...]:
+    """Arguments of a proxy for a model that writes thousands of tokens a second."""
+    llama(folder / "llama.gguf", vocabulary_of)
+    model = ("--model", str(folder / "llama.gguf"), "--engine-arg", "--threads", "--engine-arg", "1")
+    return (*model, "--parallel", str(slots), "--ctx-size", str(cells), "--max-pools", "2")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def small(tmp_path_factory: Any, patched: Path, smollm: Path) -> AsyncIterator[Served]:
+    """Four slots, with cells for one request."""
+    folder = tmp_path_factory.mktemp("small")
+    async with serve(folder, *_sizes(folder, smollm, 4, CELLS)) as proxy:
+        yield proxy
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def quick(tmp_path_factory: Any, patched: Path, smollm: Path) -> AsyncIterator[Served]:
+    """Eight slots, with cells for seven small requests."""
+    folder = tmp_path_factory.mktemp("quick")
+    async with serve(folder, *_sizes(folder, smollm, 8, 2048)) as proxy:
+        yield proxy
+
+
+async def test_four_requests_for_the_cells_of_one_are_all_answered_whole(small: Served) -> None:
+    """ADM-6: they wait for each other's cells as for a slot; nobody's context is exceeded."""
+    answers = await asyncio.gather(*(write(small, seed) for seed in range(4)))
+    assert [whole(answer) for answer in answers] == [True] * 4
+    await nothing_was_lost(small)
+
+
+async def test_many_rounds_of_overcommitment_end_nobody_early(quick: Served) -> None:
+    """Long and short ones, streams and plain answers, with and without a bound that is known."""
+    dice = random.Random(5)
+
+    async def one(seed: int) -> None:
+        new = dice.choice((10, 150, 500, 1200))
+        stream = dice.random() < 0.5
+        answer = await write(quick, seed, prompt=dice.choice((20, 130, 300)), new=new, stream=stream)
+        assert answer.status == 200, answer.body
+        last = answer.events[-1] if stream else answer.json
+        assert (last["tokens_predicted"], last["stop_type"]) == (new, "limit"), last
+
+    for round_ in range(6):
+        await asyncio.gather(*(one(100 * round_ + number) for number in range(12)))
+    await nothing_was_lost(quick)
+
+
+async def test_the_cells_are_put_to_use(quick: Served) -> None:
+    """ADM-6: small requests fill 85 % of the cells at their peak, and none is ended early."""
+    await quick.clear()
+    work = asyncio.gather(*(write(quick, seed, prompt=100, new=150) for seed in range(64)))
+    async with asyncio.timeout(PATIENCE_S):
+        most = await peak(quick, work)
+    assert all(whole(answer, 150) for answer in await work)
+    assert most >= 0.85 * 2048
+    await nothing_was_lost(quick)
+
+
+async def test_a_prompt_for_which_there_are_no_cells_is_told_so(small: Served) -> None:
+    """CTX-4: a pinned pool leaves too little; the figures say how little."""
+    pool = (await small.http.post("/polykv/pools", {"tokens": words(50, 600), "pin": True})).json["pool_id"]
+    answer = await write(small, 60, prompt=600, new=10)
+    error = answer.json["error"]
+    assert (answer.status, error["type"]) == (400, "exceed_context_size_error")
+    figures = error["opencoti"]
+    assert (figures["required_tokens"], figures["ctx_kind"]) == (600, "cells")
+    assert 300 < figures["ctx_size"] < CELLS - 600
+    await small.http("DELETE", f"/polykv/pools/{pool}")
+    assert whole(await write(small, 60, prompt=600, new=10), 10)
