@@ -17,6 +17,7 @@ import structlog
 import uvloop
 
 from polykv_proxy import __version__, sampler
+from polykv_proxy.api.admission import AdmissionApi
 from polykv_proxy.api.advice import Advice
 from polykv_proxy.api.control import ControlApi
 from polykv_proxy.api.guard import Guard
@@ -44,6 +45,7 @@ from polykv_proxy.engine.supervisor import Supervisor
 from polykv_proxy.errors import BuildError, ConfigError, EngineStartError
 from polykv_proxy.fleet import Engine, Fleet
 from polykv_proxy.metrics import Exposition
+from polykv_proxy.policy import PolicyFile
 from polykv_proxy.pooling import Pooling
 from polykv_proxy.runtime import Runtime
 from polykv_proxy.telemetry import configure_logging
@@ -61,6 +63,9 @@ POOL_HOLD_S = 60.0
 
 PASS_THROUGH_HOLD_S = 10.0
 """How long a request that needs no slot waits for an engine that is starting."""
+
+POLICY_POLL_S = 2.0
+"""Seconds between two looks at the policy file."""
 
 _OURS_TO_START = ("binary", "stock", "model", "parallel", "ctx_size", "prefill_cap", "args", "env")
 """Settings of the engine that mean nothing for one that runs already."""
@@ -84,6 +89,8 @@ class Proxy:
         self.fleet: Fleet
         self.address = ""
         self.hopeless = asyncio.Event()
+        self._policies: PolicyFile
+        self._policy_error: str | None = None
 
     async def __aenter__(self) -> Self:
         """Listen, and start the engines; returns before they are ready.
@@ -94,8 +101,9 @@ class Proxy:
         settings = self._settings
         async with AsyncExitStack() as stack:
             tasks = TaskSet()
+            self._policies = policies = PolicyFile(settings.policy_file)
             starts = [
-                await _prepare(settings, number, tasks, stack, self._on_hopeless)
+                await _prepare(settings, number, tasks, stack, self._on_hopeless, policies=policies)
                 for number in range(len(settings.fleet))
             ]
             stack.push_async_callback(tasks.cancel, 5.0)  # before what they use is closed
@@ -110,6 +118,7 @@ class Proxy:
                 *advice.routes(control.sees),
                 *RequestsApi(journal.book, control.sees).routes(),
                 *tps.routes(),
+                *AdmissionApi(fleet, control.sees).routes(),
             ]
             inside = await stack.enter_async_context(
                 InProcess(control.application(settings.max_body_bytes, further))
@@ -127,6 +136,7 @@ class Proxy:
                 tasks.spawn(sampler.run(start.engine.runtime))
                 tasks.spawn(start.engine.pooling.tender.run())
                 tasks.spawn(_keep(start.process, start.engine.name))
+            tasks.spawn(self._watch_policies())
             stack.push_async_callback(_stop, starts)
             edge = Edge(routes.handle, render_error=render_error)
             stack.push_async_callback(edge.close, settings.drain_s)
@@ -140,6 +150,26 @@ class Proxy:
         log.info("stopping", drain_s=self._settings.drain_s)
         await self._stack.aclose()
         log.info("stopped")
+
+    async def _watch_policies(self) -> None:
+        """Notice when the policy file changes."""
+        while True:
+            await asyncio.sleep(POLICY_POLL_S)
+            self._report_policies(self._policies.poll())
+
+    def reload_policies(self) -> None:
+        """Read the policy file again."""
+        self._report_policies(self._policies.reload())
+
+    def _report_policies(self, changed: bool) -> None:
+        error = self._policies.error
+        if error is not None and error != self._policy_error:
+            log.warning("policy_refused", reason=error)
+        self._policy_error = error
+        if changed:
+            log.info("policy_changed")
+            for engine in self.fleet:
+                engine.runtime.gatekeeper.refresh()
 
     def _on_hopeless(self) -> None:
         """An engine cannot be started; the others may do, or may have done."""
@@ -168,12 +198,14 @@ class _Start:
     stop_deadline_s: float
 
 
-async def _prepare(
+async def _prepare(  # noqa: PLR0913 - what an engine is made of
     settings: Settings,
     number: int,
     tasks: TaskSet,
     stack: AsyncExitStack,
     on_hopeless: Callable[[], None],
+    *,
+    policies: PolicyFile,
 ) -> _Start:
     """Everything that works for one engine; nothing is started yet."""
     name, settings = settings.fleet[number].name, settings.of_engine(number)
@@ -192,7 +224,7 @@ async def _prepare(
     plane = ControlPlane(
         max_waiting=settings.queue.max_depth, policy=PoolPolicy(**settings.pools.model_dump()), number=number
     )
-    runtime = Runtime(plane, client, tasks, name, copies=_copies(settings, number))
+    runtime = Runtime(plane, client, tasks, name, copies=_copies(settings, number), policies=policies)
     upstream = Upstream(_dial_text(process.address))
     stack.callback(upstream.close)
     engine = Engine(number, name, runtime, Pooling(runtime), upstream, key, _patch(settings))
@@ -338,6 +370,7 @@ async def _serve(settings: Settings) -> int:
         loop.add_signal_handler(number, on_signal)
     with contextlib.suppress(asyncio.CancelledError):
         async with Proxy(settings) as proxy:
+            loop.add_signal_handler(signal.SIGHUP, proxy.reload_policies)
             ends = [loop.create_task(event.wait()) for event in (stop, proxy.hopeless)]
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             for end in ends:

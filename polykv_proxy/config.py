@@ -242,6 +242,10 @@ class Settings(BaseSettings):
     admin_api_key: SecretStr | None = None
     """Bearer key that the ``/polykv`` control routes demand. Unset: the engine's key, if there is one."""
 
+    policy_file: Path | None = None
+    """Admission policies, see ``config/policies``; read again when it changes and on SIGHUP. A file that
+    cannot work changes nothing while the proxy runs. Unset: nobody is refused."""
+
     share_across_keys: bool = False
     """Whether callers with different API keys may share prefixes. Off: a pool serves only the key that
     created it, because shared KV can be told apart by its speed."""

@@ -153,6 +153,7 @@ class UnavailableError(PolyKVError):
 
     Attributes:
         retry_after_s: whole seconds after which asking again makes sense, at least 1.
+        should_retry: what clients that do not look at the rest are told to do; None: nothing.
     """
 
     status = 503
@@ -170,6 +171,7 @@ class UnavailableError(PolyKVError):
     ) -> None:
         super().__init__(message, code=code, param=param, **details)
         self.retry_after_s = max(1, retry_after_s)
+        self.should_retry: bool | None = None
 
 
 class SaturatedError(UnavailableError):

@@ -47,7 +47,9 @@ from polykv_proxy.errors import (
     SaturatedError,
     UnavailableError,
 )
+from polykv_proxy.gatekeeper import Gatekeeper
 from polykv_proxy.metrics import Metrics
+from polykv_proxy.policy import PolicyFile
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
@@ -119,12 +121,13 @@ class Runtime:
         tasks: where background work is kept.
         name: the engine's, for the log.
         copies: what is allowed for pools as slot files, if anything is.
+        policies: of admission; None: the defaults.
 
     Attributes:
         backend: what the engine can do for pools, at the level that was seen to work.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what a runtime is made of
         self,
         plane: ControlPlane,
         client: EngineClient,
@@ -132,6 +135,7 @@ class Runtime:
         name: str = "engine-0",
         *,
         copies: CopyLimits | None = None,
+        policies: PolicyFile | None = None,
     ) -> None:
         self.plane = plane
         self.client = client
@@ -148,6 +152,7 @@ class Runtime:
         self._waiters: dict[int, Pending] = {}
         self.after_idle: dict[LeaseId, Callable[[], Awaitable[object]]] = {}
         """What is to be done when an abandoned request's slots are idle, before they are given away."""
+        self.gatekeeper = Gatekeeper(plane, policies or PolicyFile(None))
         self.stoppable: dict[LeaseId, asyncio.Timeout] = {}
         """Requests that can be stopped before the cells are used up: by letting their time be over."""
         self.evict_pool: Callable[[PoolId], Awaitable[bool]] | None = None
@@ -229,6 +234,7 @@ class Runtime:
             first = await self._counts(capability)  # before anybody's tokens come
             self.backend = backend
             self._perform(self.plane.on_engine_ready(facts, capability, reason, digest, monotonic()))
+            self.gatekeeper.on_engine_ready()
             self._take_counts(first)
             if isinstance(first, EngineSample):  # nothing is sent before its cells are known
                 self._perform(self.plane.on_sample(first, monotonic(), self.now_ts()))
@@ -534,10 +540,14 @@ class Runtime:
             return None
 
     def _take_counts(self, counts: _Counts) -> None:
-        if isinstance(counts, EngineSample):
-            self.metrics.on_progress(self.plane.on_counters(counts))
-        elif counts is not None:
-            self.metrics.on_progress(self.plane.on_stock_slots(counts, monotonic()))
+        now = monotonic()
+        if counts is not None:
+            if isinstance(counts, EngineSample):
+                progress = self.plane.on_counters(counts)
+            else:
+                progress = self.plane.on_stock_slots(counts, now)
+            self.metrics.on_progress(progress)
+            self.gatekeeper.on_look(progress, counts, now)
         self._looked_at = monotonic()
 
     async def _take_sample(self, result: asyncio.Future[EngineSample]) -> None:

@@ -439,4 +439,6 @@ def _error(error: PolyKVError) -> web.Response:
     answer = _json({"error": error.members}, status=error.status)
     if isinstance(error, UnavailableError):
         answer.headers["Retry-After"] = str(error.retry_after_s)
+        if error.should_retry is not None:
+            answer.headers["x-should-retry"] = "true" if error.should_retry else "false"
     return answer

@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from polykv_proxy.edge.upstream import Upstream
     from polykv_proxy.edge.upstream_response import UpstreamResponse
     from polykv_proxy.engine.backend import Address
+    from polykv_proxy.gatekeeper import Visit
     from polykv_proxy.pooling import Pooling
     from polykv_proxy.runtime import Runtime
 
@@ -97,6 +98,10 @@ class _Work:
     """Whether the engine is done with it."""
     told: bool = False
     """Whether the answer's own account of itself was taken."""
+    visit: Visit | None = None
+    """Its session's presence, where it belongs to one."""
+    cells: int | None = None
+    """That it took beyond what it shared."""
     tail: Tail | None = None
     """What was kept of the answer."""
     boundary: int = 0
@@ -166,6 +171,21 @@ class Inference:
             await hold.fail(error)
 
     async def _run(self, work: _Work, ask: Ask) -> None:
+        """All of it: past the gate, where sessions come in, and through the slots."""
+        if not work.family.pooled:
+            return await self._serve(work, ask)
+        keeper, asked = self._runtime.gatekeeper, work.asked
+        pools = self._runtime.plane.pools
+        pool = None if asked.pool_id is None else pools.find(PoolId(asked.pool_id), work.scope)
+        visit = work.visit = keeper.visit(ask, pool, lease=asked.lease_id)
+        try:
+            if visit.waits:
+                await work.hold.until(visit.wait, self._waited_too_long)
+            await self._serve(work, ask)
+        finally:
+            visit.leave(work.cells)
+
+    async def _serve(self, work: _Work, ask: Ask) -> None:
         asked = work.asked
         if asked.pool_id is not None and asked.cache and work.family.pooled:
             await self._plan(work, PoolId(asked.pool_id))
@@ -186,6 +206,8 @@ class Inference:
         try:
             work.lease = pending.lease or await work.hold.until(pending.wait, self._waited_too_long)
             assert work.lease is not None
+            if work.visit is not None and work.lease.session is not None:
+                work.visit.known_as(work.lease.session.session_id)
             await self._prepare(work)
             async with scope:
                 runtime.stoppable[work.lease.lease_id] = scope
@@ -198,6 +220,7 @@ class Inference:
             pending.give_up()
             if work.lease is not None:
                 runtime.stoppable.pop(work.lease.lease_id, None)
+                work.cells = runtime.plane.cells.took(work.lease) if work.clean else None
                 resumable = work.exchange.head.get(b"x-conversation-id") is not None
                 runtime.finish(work.lease, clean=work.clean, content=work.content, stop=not resumable)
         return True
@@ -604,6 +627,8 @@ class Inference:
         if work.lease.session is not None:
             name = work.lease.session.session_id
             added.append((b"x-session-id", name.encode("ascii", "backslashreplace")))
+        if work.visit is not None and work.visit.sessions_remaining is not None:
+            added.append((b"x-sessions-remaining", b"%d" % work.visit.sessions_remaining))
         return added
 
     def _block(self, work: _Work, usage: Usage) -> dict[str, object]:
@@ -625,7 +650,7 @@ class Inference:
             "session_tps": None if session is None else views.rounded(session.rate.tps),
             "ctx_used": used,
             "ctx_headroom_tokens": headroom(used, total, plane.sample),
-            "backpressure": None,
+            "backpressure": None if work.visit is None else work.visit.backpressure,
         }
         if work.unpooled is not None:
             block["unpooled_reason"] = work.unpooled

@@ -247,11 +247,12 @@ class Cells:
         named = set() if self.ledger is None else set(self.ledger.overdrawn())
         return [lease for lease in self._running if lease in named]
 
-    def private(self, lease: Lease) -> int | None:
-        """Cells that a request takes beyond what it shares, as far as is known."""
-        if self.ledger is None or lease.lease_id not in self._running:
+    def took(self, lease: Lease) -> int | None:
+        """Cells that a complete answer takes beyond what it shares; None if that is not known."""
+        one = self._running.get(lease.lease_id)
+        if one is None or lease.context_tokens is None:
             return None
-        return self.ledger.reserved(lease.lease_id)
+        return max(0, lease.context_tokens - one.need.shared)
 
     def _cost(self, need: Need) -> Cost:
         return cost_of(need.asked, self.lengths, self._window, prompt=need.prompt, shared=need.shared)

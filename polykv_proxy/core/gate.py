@@ -208,6 +208,22 @@ class Gate:
             mean = self._marginal
             self._marginal = float(cells) if mean is None else mean + (cells - mean) / MARGINAL_ANSWERS
 
+    def on_known(self, newcomer: SessionId, session: SessionId, now: float) -> None:
+        """A request came in before anybody knew whose it is; now that is known.
+
+        Args:
+            newcomer: the name that it came in under.
+            session: whose it is; one that is inside already has one request more.
+            now: monotonic seconds.
+        """
+        if newcomer not in self.presence:
+            return
+        if session in self.presence:
+            self.presence.close(newcomer, now)
+            self.presence.begin(session)
+        else:
+            self.presence.rename(newcomer, session)
+
     def on_close(self, session: SessionId, now: float) -> bool:
         """A session is over; returns whether it was inside."""
         return self.presence.close(session, now)
@@ -225,9 +241,11 @@ class Gate:
         self.presence.on_look(look.taken_at)
         self._advanced_at = look.taken_at
 
-    def on_engine_ready(self, ledger: CellLedger | None, *, same_model: bool) -> None:
-        """The engine is there, empty; another model has another curve."""
-        self.ledger = ledger
+    def on_engine_ready(
+        self, ledger: CellLedger | None, *, same_model: bool, stale_after_s: float | None = None
+    ) -> None:
+        """The engine is there, empty; another model has another curve. See the class for the arguments."""
+        self.ledger, self._stale_after_s = ledger, stale_after_s
         self._look = None
         if not same_model:
             self.curve, self.bias = TpotCurve(), Bias()

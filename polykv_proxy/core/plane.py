@@ -445,6 +445,13 @@ class ControlPlane:
         self.sessions.touch(session, now)
         return session
 
+    def session_of(self, ask: Ask) -> Session | None:
+        """The session that a request would go on with if it got its slots now."""
+        held = self.board.holder(ask)
+        if held is not None and self.sessions.holds(held):
+            return held
+        return self.sessions.idle_namesake(ask.scope, ask.name)
+
     def on_prompt(self, lease: Lease, tokens: Tokens) -> None:
         """The exact tokens of a request that is about to run."""
         if not lease.ended:

@@ -203,6 +203,12 @@ class Presence:
             floor = policy.target_tps_per_session
             self._floors[floor] = self._floors.get(floor, 0) + 1
 
+    def rename(self, old: Hashable, new: Hashable) -> None:
+        """A session that is inside has another name from now on, which nobody inside has."""
+        one = self._inside.pop(old)
+        one.session = new
+        self._inside[new] = one
+
     def begin(self, session: Hashable) -> None:
         """One that is inside has a further request."""
         one = self._inside[session]

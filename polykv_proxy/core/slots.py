@@ -147,6 +147,11 @@ class SlotBoard:
         held = self._holding(ask)
         return 0 if held is None else held[1]
 
+    def holder(self, ask: Ask) -> Session | None:
+        """The session of the idle slot that holds the request's conversation."""
+        held = self._holding(ask)
+        return None if held is None else self.slots[held[0]].session
+
     def _holding(self, ask: Ask) -> tuple[SlotId, int] | None:
         """The idle slot that shares most links with the request, if it is the same conversation; how many.
 

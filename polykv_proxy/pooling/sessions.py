@@ -44,6 +44,8 @@ class Sessions:
             ConflictError: it runs.
         """
         slot = self._plane.end_session(session_id, scope)
+        self._runtime.gatekeeper.gate.on_close(session_id, monotonic())
+        self._runtime.gatekeeper.wake()
         log.info("session_closed", session_id=session_id)
         if slot is None:
             return 0

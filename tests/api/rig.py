@@ -12,6 +12,7 @@ from fake_polykv import FakePolykv
 from yarl import URL
 
 from polykv_proxy import sampler
+from polykv_proxy.api.admission import AdmissionApi
 from polykv_proxy.api.advice import Advice
 from polykv_proxy.api.control import ControlApi
 from polykv_proxy.api.guard import Guard
@@ -30,6 +31,7 @@ from polykv_proxy.engine.client import EngineClient
 from polykv_proxy.engine.poolfiles import CopyLimits
 from polykv_proxy.engine.state import EngineState, EngineStatus
 from polykv_proxy.fleet import Engine, Fleet
+from polykv_proxy.policy import PolicyFile
 from polykv_proxy.pooling import Pooling
 from polykv_proxy.runtime import Runtime
 
@@ -113,6 +115,7 @@ class Rig:
         models: tuple[str, ...] = ("fake",),
         stock: FakePolykv | None = None,
         copies: CopyLimits | None = None,
+        cells: int | None = None,
         **settings: Any,
     ) -> None:
         self.engines = (
@@ -123,6 +126,8 @@ class Rig:
             engine.model = model
             engine.props |= {"model_path": f"{model}.gguf"}
         self.engine = self.engines[0]
+        if cells is not None:
+            self.engine.cells = cells
         self.settings = Settings(**settings)
         self.problems: list[dict[str, Any]] = []
         self._admin = admin
@@ -134,6 +139,7 @@ class Rig:
         asyncio.get_running_loop().set_exception_handler(lambda _loop, context: self.problems.append(context))
         stack = self._stack
         tasks = TaskSet()
+        self.policies = PolicyFile(self.settings.policy_file)
         engines = [await self._engine(each, number, tasks) for number, each in enumerate(self.engines)]
         stack.push_async_callback(tasks.cancel, 5.0)
         self.fleet = Fleet(engines)
@@ -147,6 +153,7 @@ class Rig:
             *advice.routes(control.sees),
             *RequestsApi(self.journal.book, control.sees).routes(),
             *self.tps.routes(),
+            *AdmissionApi(self.fleet, control.sees).routes(),
         ]
         inside = await stack.enter_async_context(InProcess(control.application(1 << 20, further)))
         routes = assemble(
@@ -181,7 +188,9 @@ class Rig:
         client = await self._stack.enter_async_context(EngineClient(address, None))
         policy = PoolPolicy(**self.settings.pools.model_dump())
         plane = ControlPlane(max_waiting=self.settings.queue.max_depth, policy=policy, number=number)
-        runtime = Runtime(plane, client, tasks, f"engine-{number}", copies=self._copies)
+        runtime = Runtime(
+            plane, client, tasks, f"engine-{number}", copies=self._copies, policies=self.policies
+        )
         upstream = Upstream(fake.address)
         self._stack.callback(upstream.close)
         key = self.settings.engine.api_key

@@ -116,12 +116,12 @@ def test_the_engine_counts_a_prompt_that_nobody_counted():
     """Once it generates, the bound gives way to what is there."""
     at = plane()
     lease = lease_of(ask(at, None, 10, body=500))
-    bound = at.cells.private(lease)
+    bound = at.cells.ledger.reserved(lease.lease_id)
     running = seen(0, 61, lease=lease.lease_id, generated=1, state=SlotState.GEN)
     at.on_sample(sample(slots=(seen(0, 0),)))
     at.on_sample(sample(used=61, slots=(running,)))
     assert bound == 1000 - 1
-    assert at.cells.private(lease) < 100
+    assert at.cells.ledger.reserved(lease.lease_id) < 100
 
 
 def test_a_bound_that_could_not_run_is_a_reason_to_count():

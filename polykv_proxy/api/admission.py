@@ -1,0 +1,125 @@
+"""The admission routes: what policy holds for a pool, whether there is room, and places in advance."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import asdict
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from aiohttp import web
+
+from polykv_proxy import policy as policies
+from polykv_proxy.core.admission import Refused
+from polykv_proxy.core.promises import MAX_PLACES, MAX_TTL_S, Wish
+from polykv_proxy.core.types import PoolId, Scope
+from polykv_proxy.errors import BadRequestError
+from polykv_proxy.gatekeeper import refusal
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from polykv_proxy.core.pools import PrefixPool
+    from polykv_proxy.fleet import Engine, Fleet
+
+
+class _Places(msgspec.Struct, forbid_unknown_fields=True):
+    """Body of ``POST /polykv/pools/{id}/reserve``."""
+
+    sessions: int
+    ttl_s: float
+
+
+class AdmissionApi:
+    """The routes.
+
+    Args:
+        fleet: the engines.
+        sees: what a request may see; None: everything.
+    """
+
+    def __init__(self, fleet: Fleet, sees: Callable[[web.Request], Scope | None]) -> None:
+        self._fleet = fleet
+        self._sees = sees
+
+    def routes(self) -> list[web.RouteDef]:
+        """What the control application serves of it."""
+        return [
+            web.post("/polykv/pools/{pool_id}/admission", self.post),
+            web.get("/polykv/pools/{pool_id}/capacity", self.capacity),
+            web.post("/polykv/pools/{pool_id}/reserve", self.reserve),
+            web.get("/polykv/capacity", self.capacity_of_engine),
+        ]
+
+    async def post(self, request: web.Request) -> web.Response:
+        """``POST …/{id}/admission``: say what holds for a pool; echoes what is in force, inherited or not."""
+        engine, pool = self._pool(request)
+        try:
+            values = msgspec.json.decode(await request.read())
+        except msgspec.DecodeError as error:
+            raise BadRequestError(f"not valid JSON: {error}") from None
+        keeper = engine.runtime.gatekeeper
+        keeper.post(pool, policies.posted(values))
+        return _json({"pool_id": pool.pool_id, "effective": policies.document(keeper.policy(pool))})
+
+    async def capacity(self, request: web.Request) -> web.Response:
+        """``GET …/{id}/capacity``: whether one more session would be let in; asking changes nothing."""
+        engine, pool = self._pool(request)
+        return self._capacity(request, engine, pool)
+
+    async def capacity_of_engine(self, request: web.Request) -> web.Response:
+        """``GET /polykv/capacity``: the same of an engine, for sessions that name no pool."""
+        return self._capacity(request, self._fleet.of_query(request.query_string), None)
+
+    @staticmethod
+    def _capacity(request: web.Request, engine: Engine, pool: PrefixPool | None) -> web.Response:
+        given = request.query.get("expected_tokens")
+        if given is not None and not (given.isascii() and given.isdigit() and len(given) < 10):
+            raise BadRequestError("expected_tokens must be a number of tokens", param="expected_tokens")
+        keeper = engine.runtime.gatekeeper
+        found = keeper.gate.capacity(
+            monotonic(),
+            keeper.policy(pool),
+            None if pool is None else pool.pool_id,
+            None if given is None else int(given),
+        )
+        return _json({"engine": engine.name, **asdict(found)})
+
+    async def reserve(self, request: web.Request) -> web.Response:
+        """``POST …/{id}/reserve``: places for sessions that will come; all of them, or none."""
+        engine, pool = self._pool(request)
+        try:
+            wanted = msgspec.json.decode(await request.read(), type=_Places)
+        except msgspec.DecodeError as error:
+            raise BadRequestError(f'send {{"sessions": …, "ttl_s": …}}: {error}') from None
+        if not 1 <= wanted.sessions <= MAX_PLACES:
+            raise BadRequestError(f"sessions must be 1 to {MAX_PLACES}", param="sessions")
+        if not 0 < wanted.ttl_s <= MAX_TTL_S:
+            raise BadRequestError(f"ttl_s must be more than 0, at most {MAX_TTL_S:g}", param="ttl_s")
+        keeper = engine.runtime.gatekeeper
+        wish = Wish(
+            leases=tuple(uuid.uuid4().hex for _ in range(wanted.sessions)),
+            scope=pool.scope,
+            key=f"{pool.pool_id} {request.headers.get('Idempotency-Key') or uuid.uuid4().hex}",
+            ttl_s=wanted.ttl_s,
+            pool=pool.pool_id,
+        )
+        now = monotonic()
+        promise = keeper.gate.reserve(wish, keeper.policy(pool), now, jitter=0.5)
+        if isinstance(promise, Refused):
+            raise refusal(promise)
+        return _json(
+            {
+                "pool_id": pool.pool_id,
+                "leases": list(promise.leases),
+                "expires_in_s": round(max(0.0, promise.expires_at - now), 3),
+            }
+        )
+
+    def _pool(self, request: web.Request) -> tuple[Engine, PrefixPool]:
+        return self._fleet.need_pool(PoolId(request.match_info["pool_id"]), self._sees(request))
+
+
+def _json(document: dict[str, Any]) -> web.Response:
+    return web.Response(body=msgspec.json.encode(document), content_type="application/json", charset="utf-8")

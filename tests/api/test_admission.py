@@ -1,0 +1,194 @@
+"""The admission routes, and what policies do to requests."""
+
+import pytest
+import pytest_asyncio
+
+from api.rig import CHAT, Rig, chat, until
+
+HEADROOM = {"kv_headroom_ratio": 0.5, "settle_max_ms": 0}
+"""Half of the cells must stay free: while one session runs, there is no room for another."""
+
+
+@pytest_asyncio.fixture
+async def full():
+    """A proxy with a pool, on which one session runs that takes half of the cells."""
+    async with Rig(slots=3, cells=2048) as rig:
+        pool = await rig.pool()
+        rig.engine.gate.clear()
+        running = rig.start(CHAT, chat("first", pool_id=pool["pool_id"], session_id="one"))
+        await until(lambda: rig.engine.running == 1)
+        yield rig, pool["pool_id"]
+        rig.engine.gate.set()
+        assert (await running).status == 200
+        await rig.quiet()
+
+
+async def post(rig, pool, **keys):
+    """Say what holds for a pool."""
+    return await rig.ask(f"/polykv/pools/{pool}/admission", {**HEADROOM, **keys})
+
+
+async def test_a_posted_policy_is_echoed_and_inherited(full):
+    """What was left out has its default; a child has what its parent has."""
+    rig, pool = full
+    answer = await post(rig, pool, mode="enforced")
+    assert answer.status == 200
+    said = answer.json["effective"]
+    assert (said["mode"], said["on_saturation"], said["kv_headroom_ratio"]) == ("enforced", "reject", 0.5)
+    child = rig.runtime.plane.tree.get(pool)
+    assert rig.runtime.gatekeeper.policy(child).enforced
+
+
+@pytest.mark.parametrize(
+    ("body", "param"), [({"mode": "x"}, "mode"), ({"never": 1}, "never"), ({"kv_headroom_ratio": 2}, None)]
+)
+async def test_a_policy_that_cannot_work_is_refused(full, body, param):
+    """And changes nothing."""
+    rig, pool = full
+    answer = await rig.ask(f"/polykv/pools/{pool}/admission", body)
+    assert (answer.status, answer.error["code"]) == (400, "invalid_policy")
+    assert param is None or answer.error["param"] == param
+    assert rig.runtime.gatekeeper.posted == {}
+
+
+async def test_an_advisory_policy_refuses_nobody_and_says_so(full):
+    """The answer names the arm that would have refused."""
+    rig, pool = full
+    await post(rig, pool)
+    waiting = rig.start(CHAT, chat("second", pool_id=pool, session_id="two"))
+    await until(lambda: rig.waiting or rig.engine.running == 2)
+    rig.engine.gate.set()
+    answer = await waiting
+    assert (answer.status, answer.json["opencoti"]["backpressure"]) == (200, "cells")
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages"])
+async def test_an_enforced_policy_refuses_a_session_that_comes_in(full, path):
+    """Status, type and body agree; the numbers are there, and when to come again."""
+    rig, pool = full
+    await post(rig, pool, mode="enforced")
+    answer = await rig.ask(path, chat("second", max_tokens=9, pool_id=pool, session_id="two"))
+    assert (answer.status, answer.error["type"]) == (429, "pool_saturated")
+    assert (answer.error["arm"], answer.error["reason"]) == ("cells", "kv headroom exhausted")
+    assert answer.error["capacity"]["can_admit"] is False
+    assert int(answer.headers["Retry-After"]) >= 1
+    assert answer.headers["x-should-retry"] == "true"
+    assert (answer.json.get("type") == "error") == (path == "/v1/messages")
+
+
+async def test_who_is_inside_is_never_refused(full):
+    """ADM-1: the next turn of a session that ran before is no admission."""
+    rig, pool = full
+    rig.engine.gate.set()
+    await rig.quiet()
+    rig.engine.gate.clear()
+    other = rig.start(CHAT, chat("other", session_id="three"))
+    await until(lambda: rig.engine.running == 1)
+    await post(rig, pool, mode="enforced")
+    again = rig.start(CHAT, chat("first", "second", pool_id=pool, session_id="one"))
+    await until(lambda: rig.engine.running == 2)
+    rig.engine.gate.set()
+    assert [(await each).status for each in (other, again)] == [200, 200]
+
+
+async def test_warn_lets_in_and_counts_down(full):
+    """200, with a header."""
+    rig, pool = full
+    await post(rig, pool, mode="enforced", on_saturation="warn")
+    rig.engine.gate.set()
+    await rig.quiet()
+    answer = await rig.ask(CHAT, chat("second", pool_id=pool, session_id="two"))
+    assert answer.status == 200
+    assert int(answer.headers["X-Sessions-Remaining"]) >= 0
+
+
+async def test_queue_holds_until_there_is_room(full):
+    """The one that waits comes in when the other is over; it was not sent before."""
+    rig, pool = full
+    await post(rig, pool, mode="enforced", on_saturation="queue")
+    held = rig.start(CHAT, chat("second", pool_id=pool, session_id="two"))
+    await until(lambda: rig.runtime.gatekeeper.gate.waiting == 1)
+    assert len(rig.engine.work) == 1
+    rig.engine.gate.set()
+    assert (await held).status == 200
+    assert rig.runtime.gatekeeper.waiting == {}
+
+
+async def test_who_leaves_the_queue_is_gone_at_once(full):
+    """Nobody waits any more, and nothing is sent for it."""
+    rig, pool = full
+    await post(rig, pool, mode="enforced", on_saturation="queue")
+    held = rig.start(CHAT, chat("second", pool_id=pool, session_id="two"))
+    await until(lambda: rig.runtime.gatekeeper.gate.waiting == 1)
+    held.cancel()
+    await until(lambda: rig.runtime.gatekeeper.gate.waiting == 0)
+    assert (len(rig.engine.work), rig.runtime.gatekeeper.waiting) == (1, {})
+
+
+async def test_a_wait_that_is_too_long_ends_with_429(full):
+    """And a stream whose head went out by then gets it as its last event."""
+    rig, pool = full
+    await post(rig, pool, mode="enforced", on_saturation="queue", queue_max_wait_s=0.05)
+    answer = await rig.ask(CHAT, chat("second", pool_id=pool, session_id="two"))
+    assert (answer.status, answer.error["type"]) == (429, "pool_saturated")
+
+
+async def test_a_held_stream_is_refused_in_its_last_event():
+    """ADM-8: after the grace the status is spent; the type is the same."""
+    async with Rig(slots=3, cells=2048, queue={"hold_grace_s": 0.0}) as rig:
+        pool = (await rig.pool())["pool_id"]
+        await post(rig, pool, mode="enforced", on_saturation="queue", queue_max_wait_s=0.2)
+        rig.engine.gate.clear()
+        running = rig.start(CHAT, chat("first", pool_id=pool, session_id="one"))
+        await until(lambda: rig.engine.running == 1)
+        answer = await rig.ask(CHAT, chat("second", pool_id=pool, session_id="two", stream=True))
+        assert answer.status == 200
+        assert answer.events[-1][1]["error"]["type"] == "pool_saturated"
+        rig.engine.gate.set()
+        assert (await running).status == 200
+
+
+async def test_capacity_tells_and_changes_nothing(full):
+    """Of a pool and of the engine; asked twice, it says the same."""
+    rig, pool = full
+    await post(rig, pool, mode="enforced")
+    path = f"/polykv/pools/{pool}/capacity"
+    first, second = [(await rig.ask(path)).json for _ in range(2)]
+    assert (first["can_admit"], first["reason"]) == (False, "kv headroom exhausted")
+    assert first["n_active_sessions"] == second["n_active_sessions"] == 1
+    assert first["kv_cells_total"] == 2048
+    engine = (await rig.ask("/polykv/capacity")).json
+    assert (engine["can_admit"], engine["engine"]) == (True, "engine-0")
+    too_long = (await rig.ask(f"{path}?expected_tokens=999999")).json
+    assert too_long["reason"] == "context headroom exhausted"
+    assert (await rig.ask(f"{path}?expected_tokens=x")).error["param"] == "expected_tokens"
+
+
+async def test_a_promised_place_is_redeemed_once(full):
+    """The lease lets one session in where others are refused; the same key names the same leases."""
+    rig, pool = full
+    path = f"/polykv/pools/{pool}/reserve"
+    body = {"sessions": 1, "ttl_s": 60}
+    first, again = [(await rig.ask(path, body, Idempotency_Key="k")).json for _ in range(2)]
+    assert first["leases"] == again["leases"]
+    await post(rig, pool, mode="enforced")
+    lease = {"lease_id": first["leases"][0]}
+    promised = rig.start(CHAT, chat("second", pool_id=pool, session_id="two", opencoti=lease))
+    await until(lambda: len(rig.runtime.gatekeeper.gate.presence) == 2)
+    refused = await rig.ask(CHAT, chat("third", pool_id=pool, session_id="three", opencoti=lease))
+    assert refused.status == 429
+    rig.engine.gate.set()
+    assert (await promised).status == 200
+
+
+@pytest.mark.parametrize("body", [{"sessions": 0, "ttl_s": 1}, {"sessions": 1, "ttl_s": 0}, {"sessions": 1}])
+async def test_places_that_cannot_be_promised(full, body):
+    """400, and no place is kept."""
+    rig, pool = full
+    assert (await rig.ask(f"/polykv/pools/{pool}/reserve", body)).status == 400
+
+
+async def test_a_pool_of_nobody_has_no_capacity(full):
+    """404, as anywhere."""
+    rig, _ = full
+    assert (await rig.ask("/polykv/pools/none/capacity")).error["code"] == "pool_not_found"
