@@ -1,9 +1,13 @@
 """The admission routes, and what policies do to requests."""
 
+import json
+
 import pytest
 import pytest_asyncio
+from fake_engine import Script
 
 from api.rig import CHAT, Rig, chat, until
+from polykv_proxy.core.decisions import StopRunning
 
 HEADROOM = {"kv_headroom_ratio": 0.5, "settle_max_ms": 0}
 """Half of the cells must stay free: while one session runs, there is no room for another."""
@@ -192,3 +196,52 @@ async def test_a_pool_of_nobody_has_no_capacity(full):
     """404, as anywhere."""
     rig, _ = full
     assert (await rig.ask("/polykv/pools/none/capacity")).error["code"] == "pool_not_found"
+
+
+# -- requests that are stopped for their cells ------------------------------------------------------------
+
+
+def stop(rig):
+    """The ledger wants the one that runs to be stopped."""
+    (lease,) = rig.runtime.plane._running
+    rig.runtime._perform([StopRunning(lease)])
+
+
+@pytest_asyncio.fixture
+async def one():
+    """A proxy with one slot."""
+    async with Rig(slots=1) as rig:
+        yield rig
+        assert rig.runtime.stoppable == {}
+        assert rig.runtime.plane.cells.ledger.figures().running == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_who_got_nothing_yet_starts_over(one, stream):
+    """The engine's work for it is cancelled; the client gets one whole answer."""
+    one.engine.gate.clear()
+    asking = one.start(CHAT, chat("a", stream=stream))
+    await until(lambda: one.engine.running == 1)
+    stop(one)
+    await until(lambda: len(one.engine.work) == 2)
+    one.engine.gate.set()
+    answer = await asking
+    assert answer.status == 200
+    assert "error" not in answer.body.decode()
+    assert len(one.engine.cancelled) == 1
+    await one.quiet()
+
+
+async def test_who_got_a_part_is_told_that_there_is_no_room(one):
+    """CTX-4: the last event of its stream says so; it is not sent again."""
+    one.engine.script = Script(tokens=400, token_delay_s=0.05)
+    async with one.open(CHAT, chat("a", stream=True)) as answer:
+        await answer.content.readuntil(b"\n\n")
+        await until(lambda: one.engine.running == 1)
+        stop(one)
+        rest = await answer.content.read()
+    (error,) = [json.loads(line[6:])["error"] for line in rest.split(b"\n") if b'"error"' in line]
+    assert (error["type"], error["code"]) == ("exceed_context_size_error", "no_room")
+    assert error["opencoti"]["ctx_kind"] == "cells"
+    assert len(one.engine.work) == 1
+    await one.quiet()

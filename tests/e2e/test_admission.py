@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from typing import TYPE_CHECKING, Any
 
+import anthropic
+import openai
 import pytest
 import pytest_asyncio
+from anthropic import AsyncAnthropic
+from openai import AsyncOpenAI
 
 from e2e.harness import PATIENCE_S, Served, serve
 from e2e.tiny_models import llama
@@ -131,3 +136,106 @@ async def test_a_prompt_for_which_there_are_no_cells_is_told_so(small: Served) -
     assert 300 < figures["ctx_size"] < CELLS - 600
     await small.http("DELETE", f"/polykv/pools/{pool}")
     assert whole(await write(small, 60, prompt=600, new=10), 10)
+
+
+# -- policies ---------------------------------------------------------------------------------------------
+
+HELD = 1300
+"""Cells of a pinned pool; what it leaves is less than the policy below wants to stay free."""
+
+POLICY = {"kv_headroom_ratio": 0.6, "settle_max_ms": 0}
+KEY = {"Authorization": "Bearer none"}
+"""What both SDKs send, each in its way."""
+
+MESSAGES: Any = [{"role": "user", "content": "Say something about rivers."}]
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def crowded(quick: Served) -> AsyncIterator[tuple[Served, str, str]]:
+    """A proxy without room for another session of a pool; that pool, and the one that is in the way."""
+    await quick.clear()
+    pool = (await quick.http.post("/polykv/pools", {"tokens": words(70, 40)}, KEY)).json["pool_id"]
+    large = {"tokens": words(71, HELD), "pin": True}
+    held = (await quick.http.post("/polykv/pools", large, KEY)).json["pool_id"]
+    yield quick, pool, held
+    await quick.clear(KEY)
+
+
+async def enforce(served: Served, pool: str, **keys: Any) -> None:
+    """Say what holds for the pool."""
+    answer = await served.http.post(f"/polykv/pools/{pool}/admission", {**POLICY, **keys}, KEY)
+    assert answer.status == 200, answer.body
+
+
+def clients(served: Served) -> tuple[AsyncOpenAI, AsyncAnthropic]:
+    """The two SDKs, without retries of their own."""
+    return (
+        AsyncOpenAI(base_url=served.http.base + "/v1", api_key="none", max_retries=0),
+        AsyncAnthropic(base_url=served.http.base, api_key="none", max_retries=0),
+    )
+
+
+async def ask_both(served: Served, pool: str) -> list[Any]:
+    """A raw answer of each SDK."""
+    chat, messages = clients(served)
+    one = await chat.chat.completions.with_raw_response.create(
+        model="any", messages=MESSAGES, max_tokens=8, extra_body={"pool_id": pool}
+    )
+    other = await messages.messages.with_raw_response.create(
+        model="any", messages=MESSAGES, max_tokens=8, extra_body={"pool_id": pool}
+    )
+    return [one, other]
+
+
+async def test_an_advisory_policy_refuses_nobody(crowded: tuple[Served, str, str]) -> None:
+    """ADM-8: the answers of both SDKs say what would have been."""
+    served, pool, _ = crowded
+    await enforce(served, pool)
+    answers = await ask_both(served, pool)
+    assert [json.loads(answer.http_response.content)["opencoti"]["backpressure"] for answer in answers] == [
+        "cells"
+    ] * 2
+
+
+async def test_reject_is_an_error_that_both_sdks_know(crowded: tuple[Served, str, str]) -> None:
+    """ADM-8: 429 with its type, its numbers, and when to come again."""
+    served, pool, _ = crowded
+    await enforce(served, pool, mode="enforced")
+    chat, messages = clients(served)
+    with pytest.raises(openai.RateLimitError) as one:
+        await chat.chat.completions.create(model="any", messages=MESSAGES, extra_body={"pool_id": pool})
+    with pytest.raises(anthropic.RateLimitError) as other:
+        await messages.messages.create(
+            model="any", messages=MESSAGES, max_tokens=8, extra_body={"pool_id": pool}
+        )
+    for caught in (one.value, other.value):
+        error = caught.response.json()["error"]
+        assert (error["type"], error["arm"]) == ("pool_saturated", "cells")
+        assert int(caught.response.headers["retry-after"]) >= 1
+        assert caught.response.headers["x-should-retry"] == "true"
+
+
+async def test_warn_is_an_answer_with_a_header(crowded: tuple[Served, str, str]) -> None:
+    """ADM-8: both SDKs get 200 and how many more may follow."""
+    served, pool, _ = crowded
+    await write(served, 80, prompt=20, new=10)  # so that it is known what a session takes
+    await enforce(served, pool, mode="enforced", on_saturation="warn")
+    answers = await ask_both(served, pool)
+    assert [answer.headers["x-sessions-remaining"] for answer in answers] == ["0", "0"]
+
+
+async def test_queue_holds_both_until_there_is_room(crowded: tuple[Served, str, str]) -> None:
+    """ADM-8: they wait, and come in when what stood in the way is gone."""
+    served, pool, held = crowded
+    await enforce(served, pool, mode="enforced", on_saturation="queue")
+    waiting = [asyncio.ensure_future(ask_both(served, pool)) for _ in range(2)]
+    capacity = f"/polykv/pools/{pool}/capacity"
+
+    async def queued() -> bool:
+        return (await served.http.get(capacity, headers=KEY)).json["queue_depth"] == 2
+
+    await served.until(queued)
+    await served.http("DELETE", f"/polykv/pools/{held}", headers=KEY)
+    async with asyncio.timeout(PATIENCE_S):
+        answers = [answer for pair in await asyncio.gather(*waiting) for answer in pair]
+    assert [answer.http_response.status_code for answer in answers] == [200] * 4
