@@ -102,8 +102,8 @@ class _Work:
     """Its session's presence, where it belongs to one."""
     cells: int | None = None
     """That it took beyond what it shared."""
-    tail: Tail | None = None
-    """What was kept of the answer."""
+    clock: asyncio.Timeout | None = None
+    """Its time is over when it is stopped for its cells."""
     boundary: int = 0
     """Leading tokens that others are expected to begin with, as far as the client hinted at any."""
 
@@ -111,11 +111,6 @@ class _Work:
     def matched(self) -> int:
         """Leading tokens that the pool it rides on holds."""
         return 0 if self.plan is None else self.plan.matched
-
-    @property
-    def sent_any(self) -> bool:
-        """Whether the client got a part of the answer."""
-        return self.tail is not None and bool(self.tail.beginning())
 
 
 class Inference:
@@ -202,18 +197,18 @@ class Inference:
         """
         runtime = self._runtime
         pending = runtime.request(ask, conversation=work.family.pooled)
-        scope = asyncio.timeout(None)
+        clock = work.clock = asyncio.timeout(None)
         try:
             work.lease = pending.lease or await work.hold.until(pending.wait, self._waited_too_long)
             assert work.lease is not None
             if work.visit is not None and work.lease.session is not None:
                 work.visit.known_as(work.lease.session.session_id)
             await self._prepare(work)
-            async with scope:
-                runtime.stoppable[work.lease.lease_id] = scope
+            async with clock:
+                runtime.stoppable[work.lease.lease_id] = clock
                 await self._go(work, whole=work.asked.completions == 1 and not ask.exclusive)
         except TimeoutError:
-            if not scope.expired():
+            if not clock.expired():
                 raise
             return self._stopped(work)
         finally:
@@ -270,25 +265,16 @@ class Inference:
         return replace(ask, need=need)
 
     def _stopped(self, work: _Work) -> bool:
-        """It was stopped before the cells were used up; returns False where nobody notices.
+        """It was stopped before the cells were used up; returns False where its client had nothing yet.
 
         Raises:
             NoRoomError: the client has a part of its answer.
         """
-        if not work.sent_any:
-            if work.exchange.started and not work.hold.opened:  # a stream's head went out, and no more
-                work.hold.opened = True
+        if not work.exchange.responded:
             return False
-        error = NoRoomError(
-            "the KV cells of the engine are used up; this answer was the last to begin",
-            required_tokens=None,
-            ctx_size=None,
-        )
-        if not work.asked.stream:
-            work.exchange.abort()
         self._runtime.metrics.on_overflow("cells")
-        work.hold.opened = True
-        raise error
+        work.hold.opened = True  # the status is spent, and a stream has its last event
+        raise _used_up()
 
     def _waited_too_long(self) -> Exception:
         if not self._runtime.plane.serving:
@@ -488,11 +474,12 @@ class Inference:
             return await self._refused(work, response, overflows)
         stream = (response.head.get(b"content-type") or b"").startswith(b"text/event-stream")
         reader = self._reader(work, response, stream=stream)
-        tail = work.tail = Tail() if response.head.status == 200 else None
+        tail = Tail() if response.head.status == 200 else None
         observer = None if tail is None else tail.observe
 
         def truncated(error: EngineGoneError) -> bytes | None:
-            return work.family.error_event(error.members) if work.family.pooled else None
+            told = _used_up() if work.clock is not None and work.clock.expired() else error
+            return work.family.error_event(told.members) if work.family.pooled else None
 
         if work.hold.opened:
             result = await relay_into_open_stream(
@@ -667,6 +654,14 @@ class Inference:
         if odd := judge(work.asked.body, work.family.dialect):
             block["lint"] = odd
         return block
+
+
+def _used_up() -> NoRoomError:
+    return NoRoomError(
+        "the KV cells of the engine are used up; this answer was the last to begin",
+        required_tokens=None,
+        ctx_size=None,
+    )
 
 
 def _not_ours(names: frozenset[bytes]) -> frozenset[bytes]:
