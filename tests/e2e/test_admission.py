@@ -107,6 +107,7 @@ async def test_many_rounds_of_overcommitment_end_nobody_early(quick: Served) -> 
         answer = await write(quick, seed, prompt=dice.choice((20, 130, 300)), new=new, stream=stream)
         assert answer.status == 200, answer.body
         last = answer.events[-1] if stream else answer.json
+        assert "error" not in last, (new, last)
         assert (last["tokens_predicted"], last["stop_type"]) == (new, "limit"), last
 
     for round_ in range(6):
