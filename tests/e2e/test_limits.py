@@ -27,7 +27,7 @@ async def shifting(tmp_path_factory: Any, patched: Path, smollm: Path) -> AsyncI
     """A proxy whose engine may shift contexts."""
     folder = tmp_path_factory.mktemp("shifting")
     llama(folder / "llama.gguf", smollm)
-    sizes = ("--parallel", "2", "--ctx-size", str(CELLS), "--max-pools", "3")
+    sizes = ("--parallel", "2", "--ctx-size", str(CELLS), "--max-pools", "4")
     words = ("--context-shift", "--threads", "1")
     args = [part for word in words for part in ("--engine-arg", word)]
     async with serve(folder, "--model", str(folder / "llama.gguf"), *sizes, *args) as proxy:
@@ -83,13 +83,15 @@ async def test_a_pool_that_does_not_fit_is_refused_before_it_is_computed(shiftin
     assert [answer.status for answer in made] == [201, 201, 201]
     assert await shifting.cells_used() == 6000
     await shifting.http("DELETE", f"/polykv/pools/{made[2].json['pool_id']}")
-    held = await write(shifting, text(8, 300), 1, session_id="other", opencoti={"auto_match": False})
+    small = await shifting.http.post("/polykv/pools", {"tokens": text(8, 300)})
+    assert small.status == 201
     before = await shifting.computed()
     refused = await shifting.http.post("/polykv/pools", {"tokens": text(9, 2000)})
-    assert refused.status == 503, refused.body
+    assert refused.status == 400, refused.body
+    assert refused.json["error"]["opencoti"]["ctx_kind"] == "cells"
     assert await shifting.computed() == before
     listed = await shifting.listing()
-    assert (len(listed["pools"]), listed["pool_seq_ids_used"]) == (2, 2)
-    assert listed["kv_cells_used"] == 4000 + held["timings"]["prompt_n"]
+    assert (len(listed["pools"]), listed["pool_seq_ids_used"]) == (3, 3)
+    assert listed["kv_cells_used"] == 4300
     await shifting.http("DELETE", f"/polykv/pools/{made[1].json['pool_id']}")
     assert (await shifting.http.post("/polykv/pools", {"tokens": text(9, 2000)})).status == 201
