@@ -262,6 +262,9 @@ class Inference:
         if work.tokens is None and plane.must_count(need, monotonic()):
             work.tokens = await self.tokens(work.family, asked)
             need = need_of(asked, work.family, work.plan, work.tokens, slots=slots)
+        facts, tokens = plane.facts, work.tokens
+        if facts is not None and tokens is not None and len(tokens) >= facts.ctx_tokens:
+            return ask  # beyond the window: the engine says so, and takes no cell
         return replace(ask, need=need)
 
     def _stopped(self, work: _Work) -> bool:

@@ -88,7 +88,7 @@ class Picture:
             if session["resident"] != (session["slot"] is not None):
                 yield f"resident nowhere: {session}"
         for session in at_home:
-            if session["ctx_used"] != slots[session["slot"]]["n_tokens"]:
+            if session["ctx_used"] not in (None, slots[session["slot"]]["n_tokens"]):
                 yield f"holds {slots[session['slot']]['n_tokens']} tokens: {session}"
         known = {session["session_id"] for session in self.sessions}
         named = [each["session_id"] for each in [*self.riders, *self.listed["unpooled"]]]

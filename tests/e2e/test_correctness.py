@@ -212,10 +212,11 @@ async def test_a_real_model_does_not_tell_what_it_was_told_elsewhere(served: Ser
     """Two conversations on one pool, one with a secret: the other one's answer is free of it."""
     made = await served.http.post("/polykv/pools", {"prompt": SYSTEM})
     pool_id = made.json["pool_id"]
-    tell = {"prompt": SYSTEM + SECRET, "n_predict": 24, "temperature": 0, "pool_id": pool_id}
+    question = " The code word of this customer is"
+    tell = {"prompt": SYSTEM + SECRET + question, "n_predict": 24, "temperature": 0, "pool_id": pool_id}
     told = await served.http.post("/completion", tell | {"session_id": "one"})
     assert "HIPPO" in told.json["content"].upper()  # it is a secret that this model would tell
-    ask_body = {"prompt": SYSTEM + " The code word of this customer is", "n_predict": 24, "temperature": 0}
+    ask_body = {"prompt": SYSTEM + question, "n_predict": 24, "temperature": 0}
     other = await served.http.post("/completion", ask_body | {"pool_id": pool_id, "session_id": "two"})
     assert other.json["timings"]["cache_n"] >= made.json["prefix_len"] - 1
     assert "HIPPO" not in other.json["content"].upper()
