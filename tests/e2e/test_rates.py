@@ -65,10 +65,10 @@ class Seen:
     done_at: float = 0.0
 
 
-async def run(served: Served, name: str, api: str, *, stream: bool) -> Seen:
+async def run(served: Served, name: str, api: str, *, stream: bool, tokens: int = TOKENS) -> Seen:
     """One request to its end."""
     seen = Seen(name)
-    path, body = request_of(api, stream=stream)
+    path, body = request_of(api, stream=stream, tokens=tokens)
     marks = (b'"content":"', b"text_delta", b"output_text.delta")
     async with served.http.session() as session:
         async with session.post(path, json=body, headers={"X-Session-Id": name}) as answer:
@@ -141,7 +141,8 @@ class Watch:
         """Slowest and fastest window of ``WINDOW_S`` that an estimate may have looked at."""
         rates = []
         for at, _ in self.counters:
-            if begin - WINDOW_S <= at <= end - WINDOW_S / 2:
+            seen = [when for when, _ in self.counters if at <= when <= at + WINDOW_S]
+            if begin - WINDOW_S <= at <= end - WINDOW_S / 2 and len(seen) > 2:
                 rates.append(self.generated(at, at + WINDOW_S, slot))
         return min(rates), max(rates)
 
@@ -330,7 +331,7 @@ async def test_a_stock_engine_tells_enough(tmp_path: Any, stock: Any, smollm: An
     ) as served:
         watch = Watch()
         watcher = asyncio.create_task(watch.follow(served))
-        seen = await run(served, "stock", "chat", stream=True)
+        seen = await run(served, "stock", "chat", stream=True, tokens=3 * TOKENS)
         watcher.cancel()
         begin, end = seen.arrivals[STEADY_AFTER], seen.arrivals[-1]
         reported = watch.reported("stock", begin, end)
