@@ -122,7 +122,9 @@ async def test_a_mark_within_a_message_ends_the_pool_there(
             cached.append(answer.usage.cache_read_input_tokens or 0)
             await take_all_slots(served)
         pool = await only_pool(served, X_API_KEY)
-        assert cached == [0, pool["prefix_len"]]
+        assert cached[0] == 0
+        # a slot that was not quite emptied may agree on the first word of the question, too
+        assert 0 <= cached[1] - pool["prefix_len"] <= 4
         body = {"messages": [{"role": "user", "content": OTHER}], "max_tokens": 1}
         counted = (await served.http.post("/v1/messages/count_tokens", body)).json["input_tokens"]
         assert counted - 12 <= pool["prefix_len"] <= counted  # but for the template's end of the turn
