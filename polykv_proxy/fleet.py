@@ -82,6 +82,15 @@ class Fleet:
         """Whether at least one engine takes requests."""
         return any(engine.plane.serving for engine in self)
 
+    @property
+    def planes(self) -> dict[str, ControlPlane]:
+        """The engines' states by the engines' names."""
+        return {engine.name: engine.plane for engine in self}
+
+    async def sample(self) -> None:
+        """Have a fresh picture of every engine."""
+        await asyncio.gather(*(engine.runtime.sample() for engine in self))
+
     async def wait_until_serving(self, timeout_s: float) -> None:
         """Returns when one engine takes requests, or so many seconds have passed."""
         if self.serving:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import uuid
 from dataclasses import asdict
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 from aiohttp import web
 
 from polykv_proxy import policy as policies
+from polykv_proxy.api.reply import json_reply
 from polykv_proxy.core.admission import Refused
 from polykv_proxy.core.promises import MAX_PLACES, MAX_TTL_S, Wish
 from polykv_proxy.core.types import PoolId, Scope
@@ -61,7 +62,7 @@ class AdmissionApi:
             raise BadRequestError(f"not valid JSON: {error}") from None
         keeper = engine.runtime.gatekeeper
         keeper.post(pool, policies.posted(values))
-        return _json({"pool_id": pool.pool_id, "effective": policies.document(keeper.policy(pool))})
+        return json_reply({"pool_id": pool.pool_id, "effective": policies.document(keeper.policy(pool))})
 
     async def capacity(self, request: web.Request) -> web.Response:
         """``GET …/{id}/capacity``: whether one more session would be let in; asking changes nothing."""
@@ -84,7 +85,7 @@ class AdmissionApi:
             None if pool is None else pool.pool_id,
             None if given is None else int(given),
         )
-        return _json({"engine": engine.name, **asdict(found)})
+        return json_reply({"engine": engine.name, **asdict(found)})
 
     async def reserve(self, request: web.Request) -> web.Response:
         """``POST …/{id}/reserve``: places for sessions that will come; all of them, or none."""
@@ -109,7 +110,7 @@ class AdmissionApi:
         promise = keeper.gate.reserve(wish, keeper.policy(pool), now, jitter=0.5)
         if isinstance(promise, Refused):
             raise refusal(promise)
-        return _json(
+        return json_reply(
             {
                 "pool_id": pool.pool_id,
                 "leases": list(promise.leases),
@@ -119,7 +120,3 @@ class AdmissionApi:
 
     def _pool(self, request: web.Request) -> tuple[Engine, PrefixPool]:
         return self._fleet.need_pool(PoolId(request.match_info["pool_id"]), self._sees(request))
-
-
-def _json(document: dict[str, Any]) -> web.Response:
-    return web.Response(body=msgspec.json.encode(document), content_type="application/json", charset="utf-8")

@@ -13,6 +13,7 @@ import msgspec
 import structlog
 from aiohttp import web
 
+from polykv_proxy.api.reply import json_reply
 from polykv_proxy.core.advice import AdviceBook, Opening
 from polykv_proxy.core.volatile import VolatileKind, as_engine_masks
 from polykv_proxy.runtime import Runtime
@@ -100,11 +101,7 @@ class Advice:
         """
 
         async def show(request: web.Request) -> web.Response:
-            return web.Response(
-                body=msgspec.json.encode(self._document(sees(request))),
-                content_type="application/json",
-                charset="utf-8",
-            )
+            return json_reply(self._document(sees(request)))
 
         return [web.get("/polykv/advice", show)]
 

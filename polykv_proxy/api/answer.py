@@ -39,6 +39,15 @@ class Usage:
             return None
         return self.prompt_tokens + self.generated_tokens
 
+    def updated(self, later: Usage) -> Usage:
+        """With what a later event says."""
+        return Usage(
+            self.prompt_tokens if later.prompt_tokens is None else later.prompt_tokens,
+            self.cached_tokens if later.cached_tokens is None else later.cached_tokens,
+            self.generated_tokens if later.generated_tokens is None else later.generated_tokens,
+            self.decode_s if later.decode_s is None else later.decode_s,
+        )
+
 
 def read_usage(document: dict[str, Any]) -> Usage:
     """Usage in an answer or event of any dialect; ``timings`` are the engine's own and come first."""
@@ -148,7 +157,7 @@ class AnswerReader:
             return rest
         if self._stream:
             return self._event(rest) if self._interesting(rest) else rest
-        document = _decode(rest)
+        document = decoded(rest)
         if document is None or "error" in document:
             return rest
         self.usage = read_usage(document)
@@ -173,16 +182,10 @@ class AnswerReader:
         start = event.find(b"{")
         if self._done or start < 0 or not event[:start].rstrip().endswith(b"data:"):
             return event
-        document = _decode(event[start:])
+        document = decoded(event[start:])
         if document is None or "error" in document:
             return event
-        found = read_usage(document)
-        self.usage = Usage(
-            self.usage.prompt_tokens if found.prompt_tokens is None else found.prompt_tokens,
-            self.usage.cached_tokens if found.cached_tokens is None else found.cached_tokens,
-            self.usage.generated_tokens if found.generated_tokens is None else found.generated_tokens,
-            self.usage.decode_s if found.decode_s is None else found.decode_s,
-        )
+        self.usage = self.usage.updated(read_usage(document))
         if not self._is_last(document):
             return event
         self._done = True
@@ -207,9 +210,10 @@ class AnswerReader:
         return finished and self._finishes_left <= 0
 
 
-def _decode(raw: bytes) -> dict[str, Any] | None:
+def decoded(raw: bytes) -> dict[str, Any] | None:
+    """A JSON object; None for anything else."""
     try:
         document = msgspec.json.decode(raw)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return None
     return document if isinstance(document, dict) else None

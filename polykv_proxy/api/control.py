@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -11,6 +10,7 @@ from aiohttp import web
 
 from polykv_proxy.api import views
 from polykv_proxy.api.identity import scope_of_keys
+from polykv_proxy.api.reply import json_reply
 from polykv_proxy.api.sessions import SessionsApi
 from polykv_proxy.core.types import PoolId, Scope, SessionId, as_tokens, common_prefix
 from polykv_proxy.errors import (
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable
 
     from polykv_proxy.api.guard import Guard
-    from polykv_proxy.core.plane import ControlPlane
     from polykv_proxy.core.pools import PrefixPool
     from polykv_proxy.core.types import Tokens
     from polykv_proxy.engine.wire import Materialized
@@ -218,7 +217,7 @@ class ControlApi:
             answer["shared_probe_tokens"] = shared = common_prefix(full, pool.tokens)
             if shared == 0:
                 answer["warning"] = "a chat rendered against this pool shares nothing with it"
-        return _json(answer, status=201 if created else 200)
+        return json_reply(answer, status=201 if created else 200)
 
     async def _prefix(self, wanted: PoolRequest, engine: Engine) -> tuple[Tokens, Tokens | None]:
         """The tokens of a pool, and those of a probe chat rendered against it (for ``messages``)."""
@@ -291,24 +290,24 @@ class ControlApi:
     async def list_pools(self, request: web.Request) -> web.Response:
         """``GET /polykv/pools``: every pool, and where all used cells are."""
         self._fleet.require_pools()
-        await self._sample()
-        listing = views.pools(self._planes, self.sees(request))
+        await self._fleet.sample()
+        listing = views.pools(self._fleet.planes, self.sees(request))
         for part, engine in zip(listing["engines"], self._fleet, strict=True):
             part.update(engine.runtime.backend.listing())
-        return _json(listing)
+        return json_reply(listing)
 
     async def show_pool(self, request: web.Request) -> web.Response:
         """``GET /polykv/pools/{id}``: one pool and what is below it."""
         engine, pool = self._pool(request)
         await engine.runtime.sample()
         view, *below = [views.pool_view(engine.name, engine.plane, each) for each in pool.subtree()]
-        return _json({**view, "subtree": below})
+        return json_reply({**view, "subtree": below})
 
     async def pin_pool(self, request: web.Request) -> web.Response:
         """``POST /polykv/pools/{id}/pin`` and ``/unpin``; idempotent."""
         _, pool = self._pool(request)
         pool.pinned = request.path.endswith("/pin")
-        return _json({"pool_id": pool.pool_id, "pinned": pool.pinned})
+        return json_reply({"pool_id": pool.pool_id, "pinned": pool.pinned})
 
     async def evict_pool(self, request: web.Request) -> web.Response:
         """``POST /polykv/pools/{id}/evict`` and ``/flush``: cells go, ids and tokens stay."""
@@ -323,7 +322,7 @@ class ControlApi:
         """What a release or an eviction gave back, and what still holds the rest."""
         names = [each.pool_id for each in gone]
         left = await self._left(engine, set(names))
-        return _json({"pool_id": pool.pool_id, verb: names, "cells_freed": freed, **left})
+        return json_reply({"pool_id": pool.pool_id, verb: names, "cells_freed": freed, **left})
 
     @staticmethod
     async def _left(engine: Engine, names: set[PoolId]) -> dict[str, Any]:
@@ -347,7 +346,9 @@ class ControlApi:
             for engine in self._fleet:
                 if engine.plane.tree.was_released(pool_id):
                     left = await self._left(engine, {pool_id})
-                    return _json({"pool_id": pool_id, "already_released": True, "cells_freed": 0, **left})
+                    return json_reply(
+                        {"pool_id": pool_id, "already_released": True, "cells_freed": 0, **left}
+                    )
             raise NotFoundError(f"pool {pool_id} does not exist", code="pool_not_found", param="pool_id")
         engine, pool = found
         gone, freed = await engine.pooling.release(pool, recursive=recursive)
@@ -361,7 +362,7 @@ class ControlApi:
         engine = self._fleet.with_pools(wanted.engine)
         tokens, full = await self._prefix(wanted, engine)
         pool_id = engine.plane.pools.id_of(tokens, self._scope(request))
-        return _json(
+        return json_reply(
             {
                 "tokens": list(tokens),
                 "n_tokens": len(tokens),
@@ -369,14 +370,6 @@ class ControlApi:
                 "probe_tokens": None if full is None else len(full),
             }
         )
-
-    @property
-    def _planes(self) -> dict[str, ControlPlane]:
-        return {engine.name: engine.plane for engine in self._fleet}
-
-    async def _sample(self) -> None:
-        """Have a fresh picture of every engine."""
-        await asyncio.gather(*(engine.runtime.sample() for engine in self._fleet))
 
     # -- who ---------------------------------------------------------------------------------------------
 
@@ -429,14 +422,8 @@ async def _read(request: web.Request, kind: type[R]) -> R:
     return wanted
 
 
-def _json(document: dict[str, Any], *, status: int = 200) -> web.Response:
-    return web.Response(
-        body=msgspec.json.encode(document), status=status, content_type="application/json", charset="utf-8"
-    )
-
-
 def _error(error: PolyKVError) -> web.Response:
-    answer = _json({"error": error.members}, status=error.status)
+    answer = json_reply({"error": error.members}, status=error.status)
     if isinstance(error, UnavailableError):
         answer.headers["Retry-After"] = str(error.retry_after_s)
         if error.should_retry is not None:

@@ -63,7 +63,6 @@ T = TypeVar("T")
 
 ERROR_BODY_BYTES = 64 * 1024 * 1024
 
-
 MAX_LOOKS = 8
 """Times a request looks for somebody to share with before it runs on what there is."""
 
@@ -260,7 +259,7 @@ class Inference:
         slots = len(plane.board.slots) if ask.exclusive else 1
         need = need_of(asked, work.family, work.plan, work.tokens, slots=slots)
         if work.tokens is None and plane.must_count(need, monotonic()):
-            work.tokens = await self.tokens(work.family, asked)
+            await self._tokens_of(work)
             need = need_of(asked, work.family, work.plan, work.tokens, slots=slots)
         facts, tokens = plane.facts, work.tokens
         if facts is not None and tokens is not None and len(tokens) >= facts.ctx_tokens:
@@ -306,9 +305,7 @@ class Inference:
         if self._runtime.backend.pins_in_body and asking.pinner(work.asked, work.family) is None:
             work.unpooled = "not_pinnable"
             return
-        if work.tokens is None:
-            work.tokens = await self.tokens(work.family, work.asked)
-        if (tokens := work.tokens) is None:
+        if (tokens := await self._tokens_of(work)) is None:
             work.unpooled = "not_tokenizable"
             return
         work.plan = plane.pools.plan_attach(
@@ -344,9 +341,7 @@ class Inference:
         assert lease is not None
         if not self.may_match(work.family, work.asked) or lease.continues:  # 1
             return
-        if work.tokens is None:
-            work.tokens = await self.tokens(work.family, work.asked)
-        tokens = work.tokens
+        tokens = await self._tokens_of(work)
         if tokens is None or len(tokens) < plane.policy.min_match_tokens:
             return
         if asked.completions == 1:
@@ -411,6 +406,12 @@ class Inference:
                 return await self._runtime.serving.wait()
         except TimeoutError:
             return None
+
+    async def _tokens_of(self, work: _Work) -> Tokens | None:
+        """The exact tokens of a request on its way; whoever needs them first asks for them."""
+        if work.tokens is None:
+            work.tokens = await self.tokens(work.family, work.asked)
+        return work.tokens
 
     async def tokens(self, family: Family, asked: Asked) -> Tokens | None:
         """A prompt's exact token ids; None where the engine will have to say what it made of it."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from polykv_proxy.api.answer import decoded
 from polykv_proxy.engine.overflow import STATUS, kind_of, recognise, typed
 
 if TYPE_CHECKING:
@@ -16,8 +17,6 @@ if TYPE_CHECKING:
 
 STATUSES = frozenset({400, 500, 503})
 """With which the engine tells that there is no more room."""
-
-_object = msgspec.json.Decoder(dict[str, Any])
 
 
 class Overflows:
@@ -38,7 +37,7 @@ class Overflows:
 
     def in_body(self, status: int, body: bytes) -> tuple[int, bytes]:
         """Status and body of an answer that is no stream, as the client gets them."""
-        document = _decoded(body)
+        document = decoded(body)
         mended = None if document is None else self._mended(document)
         return (status, body) if mended is None else (STATUS, mended)
 
@@ -49,7 +48,7 @@ class Overflows:
             start = block.find(b"{")
             if b"error" not in block or start < 0:
                 continue
-            document = _decoded(block[start:])
+            document = decoded(block[start:])
             if document is not None and (mended := self._mended(document)) is not None:
                 blocks[at] = block[:start] + mended
         return b"\n\n".join(blocks)
@@ -83,10 +82,3 @@ class Overflows:
             return None
         mended = self.in_error(document)
         return None if mended is document else msgspec.json.encode(mended)
-
-
-def _decoded(raw: bytes) -> dict[str, Any] | None:
-    try:
-        return _object.decode(raw)
-    except (msgspec.DecodeError, RecursionError):
-        return None

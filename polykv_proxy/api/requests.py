@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 from aiohttp import web
 
+from polykv_proxy.api.reply import json_reply
 from polykv_proxy.core.records import RequestId
 from polykv_proxy.errors import BadRequestError, NotFoundError
 
@@ -47,7 +47,7 @@ class RequestsApi:
         found = self._book.latest(
             self._sees(request), session_id=request.query.get("session_id"), limit=int(raw)
         )
-        return _json({"requests": [request_view(record) for record in found]})
+        return json_reply({"requests": [request_view(record) for record in found]})
 
     async def show_request(self, request: web.Request) -> web.Response:
         """``GET /polykv/requests/{id}``."""
@@ -57,7 +57,7 @@ class RequestsApi:
             raise NotFoundError(
                 f"request {request_id} is not known (any more)", code="request_not_found", param="request_id"
             )
-        return _json(request_view(record))
+        return json_reply(request_view(record))
 
 
 def request_view(record: RequestRecord) -> dict[str, Any]:
@@ -93,8 +93,3 @@ def divergence_view(divergence: Divergence) -> dict[str, Any]:
         "got_text": divergence.got_text,
         "cause": divergence.cause.value,
     }
-
-
-def _json(document: dict[str, Any]) -> web.Response:
-    body = msgspec.json.encode(document)
-    return web.Response(body=body, content_type="application/json", charset="utf-8")

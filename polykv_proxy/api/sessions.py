@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING
 
 import msgspec
-from aiohttp import web
 
 from polykv_proxy.api import views
+from polykv_proxy.api.reply import json_reply
 from polykv_proxy.core.types import PoolId, SessionId
 from polykv_proxy.errors import BadRequestError, ConflictError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from aiohttp import web
 
     from polykv_proxy.core.types import Scope
     from polykv_proxy.fleet import Fleet
@@ -45,16 +46,15 @@ class SessionsApi:
 
     async def list_sessions(self, request: web.Request) -> web.Response:
         """``GET /polykv/sessions``."""
-        await asyncio.gather(*(engine.runtime.sample() for engine in self._fleet))
-        planes = {engine.name: engine.plane for engine in self._fleet}
-        return _json(views.sessions(planes, self._sees(request)))
+        await self._fleet.sample()
+        return json_reply(views.sessions(self._fleet.planes, self._sees(request)))
 
     async def close(self, request: web.Request) -> web.Response:
         """``POST …/{id}/close``: the session is over, and the cells that only it held are free."""
         session_id, scope = SessionId(request.match_info["session_id"]), self._sees(request)
         engine = self._fleet.of_session(session_id, scope)
         freed = await engine.pooling.sessions.close(session_id, scope)
-        return _json({"session_id": session_id, "closed": True, "cells_freed": freed})
+        return json_reply({"session_id": session_id, "closed": True, "cells_freed": freed})
 
     async def migrate(self, request: web.Request) -> web.Response:
         """``POST …/{id}/migrate``: its next request attaches to another pool; all of it, or nothing."""
@@ -71,8 +71,4 @@ class SessionsApi:
                 f"the session lives on {engine.name} and the pool on {home.name}", code="other_engine"
             )
         freed = await engine.pooling.sessions.migrate(session_id, scope, pool)
-        return _json({"session_id": session_id, "pool_id": pool.pool_id, "cells_freed": freed})
-
-
-def _json(document: dict[str, object]) -> web.Response:
-    return web.Response(body=msgspec.json.encode(document), content_type="application/json", charset="utf-8")
+        return json_reply({"session_id": session_id, "pool_id": pool.pool_id, "cells_freed": freed})

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from polykv_proxy.api.answer import Usage, read_usage
+from polykv_proxy.api.answer import Usage, decoded, read_usage
 
 FIRST_PIECES = 6
 """Pieces kept from the beginning: the first token's event is one of them."""
@@ -70,7 +70,7 @@ class Tail:
                 continue
             for event in piece.split(b"\n\n"):
                 if _says(event):
-                    found = _later(found, _usage(_decoded(event[event.find(b"{") :])))
+                    found = found.updated(_usage(decoded(event[event.find(b"{") :])))
         return found
 
 
@@ -96,7 +96,7 @@ def _usage_at_end(data: bytes) -> Usage:
     """Usage of a plain answer, also where its beginning is not here any more."""
     if not _says(data):
         return Usage()
-    document = _decoded(data)
+    document = decoded(data)
     if document is None:
         document, text = {}, data.decode(errors="replace")
         for found in _MEMBER.finditer(text):
@@ -112,20 +112,3 @@ def _usage(document: dict[str, Any] | None) -> Usage:
         return read_usage(document)
     except (KeyError, TypeError, AttributeError):
         return Usage()  # not what this engine says; nobody depends on it
-
-
-def _later(one: Usage, other: Usage) -> Usage:
-    return Usage(
-        one.prompt_tokens if other.prompt_tokens is None else other.prompt_tokens,
-        one.cached_tokens if other.cached_tokens is None else other.cached_tokens,
-        one.generated_tokens if other.generated_tokens is None else other.generated_tokens,
-        one.decode_s if other.decode_s is None else other.decode_s,
-    )
-
-
-def _decoded(raw: bytes) -> dict[str, Any] | None:
-    try:
-        document = msgspec.json.decode(raw)
-    except (msgspec.DecodeError, RecursionError):
-        return None
-    return document if isinstance(document, dict) else None

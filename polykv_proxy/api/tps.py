@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 from time import monotonic
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import structlog
@@ -18,6 +18,7 @@ from aiohttp import web
 from aiohttp_sse import sse_response
 
 from polykv_proxy.api import views
+from polykv_proxy.api.reply import json_reply
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -68,7 +69,7 @@ class TpsApi:
         wants_stream = "text/event-stream" in request.headers.get("Accept", "")
         if wants_stream and request.query.get("once") not in ("1", "true"):
             return await self._stream(request)
-        return web.Response(body=self._document(request), content_type="application/json", charset="utf-8")
+        return json_reply(self._document(request))
 
     async def _stream(self, request: web.Request) -> web.StreamResponse:
         self.readers += 1
@@ -85,7 +86,7 @@ class TpsApi:
         try:
             while not self._closing.is_set():
                 async with asyncio.timeout(STALL_S):
-                    await stream.send(self._document(request).decode())
+                    await stream.send(msgspec.json.encode(self._document(request)).decode())
                 with suppress(TimeoutError):
                     async with asyncio.timeout(self._interval_s):
                         await self._closing.wait()
@@ -96,7 +97,6 @@ class TpsApi:
         except ConnectionResetError:
             pass  # it left
 
-    def _document(self, request: web.Request) -> bytes:
-        planes = {engine.name: engine.plane for engine in self._fleet}
+    def _document(self, request: web.Request) -> dict[str, Any]:
         now_ts = self._fleet.first.runtime.now_ts()
-        return msgspec.json.encode(views.rates(planes, self._sees(request), monotonic(), now_ts))
+        return views.rates(self._fleet.planes, self._sees(request), monotonic(), now_ts)

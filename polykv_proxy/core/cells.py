@@ -217,11 +217,6 @@ class Cells:
             held = min(held, lease.context_tokens - one.need.shared)
         self.ledger.release(lease.lease_id, leaves=first if kept else None, cells=held, value=float(held))
 
-    def emptied(self, slot: SlotId) -> None:
-        """A slot holds nothing any more."""
-        if self.ledger is not None:
-            self.ledger.drop(("slot", slot))
-
     def on_answer(self, lease: Lease, generated: int) -> None:
         """An answer is complete; one that was as long as it may be was cut short, and tells nothing."""
         one = self._running.get(lease.lease_id)
