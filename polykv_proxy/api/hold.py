@@ -38,9 +38,18 @@ class Hold:
         family: its API.
         stream: whether its answer is a stream, so that comments can be sent.
         settings: how long.
+        expired: makes the error for a wait that took too long.
     """
 
-    def __init__(self, exchange: Exchange, family: Family, settings: QueueSettings, *, stream: bool) -> None:
+    def __init__(
+        self,
+        exchange: Exchange,
+        family: Family,
+        settings: QueueSettings,
+        *,
+        stream: bool,
+        expired: Callable[[], Exception],
+    ) -> None:
         self.opened = False
         """Whether the stream's head went out."""
         self._exchange = exchange
@@ -49,15 +58,13 @@ class Hold:
         self._grace_at = exchange.arrived_at + settings.hold_grace_s
         self._expires_at = exchange.arrived_at + settings.max_wait_s
         self._keepalive_s = settings.keepalive_s
+        self._expired = expired
 
-    async def until(
-        self, wait: Callable[[float], Awaitable[T | None]], expired: Callable[[], Exception]
-    ) -> T:
+    async def until(self, wait: Callable[[float], Awaitable[T | None]]) -> T:
         """Wait until ``wait`` yields something.
 
         Args:
             wait: waits up to so many seconds; None when there is nothing yet.
-            expired: makes the error for a wait that took too long.
         """
         while True:
             now = monotonic()
@@ -69,7 +76,7 @@ class Hold:
                 return got
             now = monotonic()
             if now >= self._expires_at:
-                raise expired()
+                raise self._expired()
             if self.opened:
                 await self._exchange.write(KEEPALIVE)
             elif self._stream and now >= self._grace_at:

@@ -193,8 +193,8 @@ class Routes:
         """The engine for a request, and its tokens there if they had to be asked for."""
 
         async def tokenize(engine: Engine) -> Tokens | None:
-            inference = self._handlers[engine.number].inference
-            return await inference.tokens(family, asked) if inference.may_match(family, asked) else None
+            matching = self._handlers[engine.number].inference.matching
+            return await matching.tokens(family, asked) if matching.may_match(family, asked) else None
 
         query = head.query
         chosen = self._fleet.of_query(query) if "engine=" in query else None

@@ -1,0 +1,200 @@
+"""Which pool a request rides on, and how far: the one it names, the one it moves to, or the longest match."""
+
+from __future__ import annotations
+
+import asyncio
+from time import monotonic
+from typing import TYPE_CHECKING, TypeVar
+
+import structlog
+
+from polykv_proxy.api import asked as asking
+from polykv_proxy.errors import EngineGoneError, PolyKVError
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from polykv_proxy.api.asked import Asked
+    from polykv_proxy.api.families import Family
+    from polykv_proxy.api.hints import Hints
+    from polykv_proxy.api.work import Work
+    from polykv_proxy.core.types import PoolId, Tokens
+    from polykv_proxy.pooling import Pooling
+    from polykv_proxy.runtime import Runtime
+
+log = structlog.get_logger(__name__)
+
+T = TypeVar("T")
+
+MAX_LOOKS = 8
+"""Times a request looks for somebody to share with before it runs on what there is."""
+
+MIN_MATCH_BYTES = 256
+"""A body below this cannot hold a prompt that is worth a match."""
+
+
+class Matching:
+    """Finds pools for requests.
+
+    Args:
+        runtime: the engine's control plane.
+        pooling: what is done to pools.
+        hints: where clients say that their prompts can be shared.
+    """
+
+    def __init__(self, runtime: Runtime, pooling: Pooling, hints: Hints) -> None:
+        self._runtime = runtime
+        self._pooling = pooling
+        self._hints = hints
+
+    async def use_named(self, work: Work, pool_id: PoolId) -> None:
+        """Find out how far the request can ride on the pool it names; never an error for the pool's sake."""
+        plane = self._runtime.plane
+        if not plane.serving:
+            await work.hold.until(self._serving)
+        pool = plane.pools.find(pool_id, work.scope)
+        if pool is None and plane.tree.get(pool_id) is not None:
+            log.info("pool_of_another_key", pool_id=pool_id)
+        if pool is not None and pool.comes_back:
+            going = self._runtime.background(self._pooling.revive(pool))
+            pool = (await work.hold.until(_patience(going)))[0]
+        if pool is None or not pool.resident or not plane.capability.has_pools:
+            work.pool_unknown = True
+            return
+        if self._runtime.backend.pins_in_body and asking.pinner(work.asked, work.family) is None:
+            work.unpooled = "not_pinnable"
+            return
+        if (tokens := await self.tokens_of(work)) is None:
+            work.unpooled = "not_tokenizable"
+            return
+        work.plan = plane.pools.plan_attach(
+            pool,
+            tokens,
+            cap=work.asked.shared_prefix_tokens,
+            strict=work.asked.strict,
+            now_ts=self._runtime.now_ts(),
+        )
+
+    async def use_new(self, work: Work) -> bool:
+        """Plan for the pool that the session was told to move to; whether it was told so and can."""
+        assert work.lease is not None
+        session = work.lease.session
+        if session is None or session.moves_to is None or not work.asked.cache:
+            return False
+        await self.use_named(work, session.moves_to)
+        if work.plan is None:  # it is gone, and was not asked for by this request
+            session.moves_to, work.pool_unknown = None, False
+        return work.plan is not None
+
+    async def use_longest(self, work: Work) -> None:
+        """A request that names no pool: attach it to the longest match, or share with who computes the same.
+
+        1. It continues what its slot holds, or is too short to gain anything: nothing to do.
+        2. Another conversation has much more in common with it than any pool: that part becomes a pool, as
+           soon as the other has passed it; then look again.
+        3. The pool that holds most of it, if that is enough.
+
+        A boundary that the client hinted at makes a shorter prefix worth a pool, and ends it there.
+        """
+        plane, lease, asked = self._runtime.plane, work.lease, work.asked
+        assert lease is not None
+        if not self.may_match(work.family, work.asked) or lease.continues:  # 1
+            return
+        tokens = await self.tokens_of(work)
+        if tokens is None or len(tokens) < plane.policy.min_match_tokens:
+            return
+        if asked.completions == 1:
+            work.boundary = await self._hints.boundary(asked, work.family, work.scope, tokens)
+        since = monotonic()
+        for _ in range(MAX_LOOKS):
+            found = plane.pools.match(tokens, work.scope, now_ts=self._runtime.now_ts())
+            matched = 0 if found is None else found.matched
+            leader = plane.shareable(tokens, lease, matched, work.boundary)
+            if leader is None:
+                break
+            slot, common = leader
+            own = len(tokens) - matched
+            share = self._pooling.share_from(slot, common, own_tokens=own, since=since)
+            going = self._runtime.background(share)
+            if not (await work.hold.until(_patience(going)))[0]:
+                break  # 2: it was not to be
+        work.plan = plane.pools.match(tokens, work.scope, now_ts=self._runtime.now_ts())  # 3
+
+    def may_match(self, family: Family, asked: Asked) -> bool:
+        """Whether a request that names no pool may find one."""
+        plane = self._runtime.plane
+        return (
+            plane.policy.auto_match
+            and plane.capability.has_pools
+            and family.pooled
+            and asked.cache
+            and asked.auto_match
+            and not asked.many_prompts
+            and len(asked.body) >= MIN_MATCH_BYTES
+            and not (self._runtime.backend.pins_in_body and asking.pinner(asked, family) is None)
+        )
+
+    def look_again(self, work: Work) -> None:
+        """The world may have changed while the request waited: no await between this and the sending.
+
+        Raises:
+            EngineGoneError: the lease is of an engine that is gone.
+        """
+        assert work.lease is not None
+        if work.lease.ended:
+            raise EngineGoneError("the engine was restarted")
+        plane, tokens = self._runtime.plane, work.tokens
+        if tokens is not None:
+            plane.on_prompt(work.lease, tokens)
+        if work.plan is not None:
+            pool = work.plan.pool
+            if not pool.resident or plane.pools.find(pool.pool_id, work.scope) is not pool:
+                # its number may be another pool's by now
+                work.plan, work.pool_unknown = None, work.asked.pool_id is not None
+        plan = work.plan
+        plane.cells.settle(
+            work.lease,
+            prompt=None if tokens is None else len(tokens),
+            shared=0 if plan is None else plan.tokens,
+            pool=None if plan is None else plan.pool,
+        )
+
+    async def _serving(self, timeout_s: float) -> bool | None:
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._runtime.serving.wait()
+        except TimeoutError:
+            return None
+
+    async def tokens_of(self, work: Work) -> Tokens | None:
+        """The exact tokens of a request on its way; whoever needs them first asks for them, once."""
+        if work.tokens is None and work.countable:
+            work.tokens = await self.tokens(work.family, work.asked)
+            work.countable = work.tokens is not None
+        return work.tokens
+
+    async def tokens(self, family: Family, asked: Asked) -> Tokens | None:
+        """A prompt's exact token ids; None where the engine will have to say what it made of it."""
+        client = self._runtime.client
+        try:
+            if family.count_path is not None:
+                return await self._runtime.backend.prompt_tokens(family.count_path, asked.body)
+            prompt = asking.prompt_tokens(asked.prompt) if asked.prompt is not None else None
+            return await client.tokenize(prompt) if isinstance(prompt, str) else prompt
+        except PolyKVError as error:
+            # the engine will refuse the request itself, in its own words
+            log.debug("prompt_not_tokenized", api=family.dialect.value, reason=error.message)
+            return None
+
+
+def _patience(going: asyncio.Future[T]) -> Callable[[float], Awaitable[tuple[T] | None]]:
+    """A wait for an outcome: None while there is none."""
+
+    async def wait(timeout_s: float) -> tuple[T] | None:
+        try:
+            async with asyncio.timeout(timeout_s):
+                return (await asyncio.shield(going),)
+        except TimeoutError:
+            return None
+
+    return wait
