@@ -38,6 +38,12 @@ if TYPE_CHECKING:
         SlotSample,
     )
 
+GROWING_LOOKS = 3
+"""Looks that pass while a request grows on: until the next, while it is stopped, while a slot is emptied."""
+
+FORGET = 0.98
+"""What the fastest growth counts for at the next look, if nothing grew as fast."""
+
 COMPUTE_KIND = "pool"
 """Class of requests that compute a pool and answer nothing."""
 
@@ -95,6 +101,8 @@ class Cells:
         self._running: dict[LeaseId, _Running] = {}
         self._totals: dict[SlotId, int] = {}
         """Tokens that each slot had generated at the last sample."""
+        self._fastest = 0.0
+        """Most tokens that a slot generated between two samples, lately."""
         self._pools: set[PoolId] = set()
         """Those that the ledger knows."""
 
@@ -279,8 +287,21 @@ class Cells:
         for lease, one in list(self._running.items()):
             if one.seen:
                 self._progress(lease, one, sample, held.get(lease, 0))
+        self._learn_growth(sample)
         self._totals = {each.slot: each.gen_total for each in sample.slots}
         ledger.on_sample(sample.cells_used, held, sample.taken_at)
+
+    def _learn_growth(self, sample: EngineSample) -> None:
+        """A fast model fills more between two looks than any margin that suits a slow one.
+
+        Slots share what the margin may take of the cache, so that a small one is not all margin.
+        """
+        assert self.ledger is not None
+        grown = (each.gen_total - self._totals.get(each.slot, each.gen_total) for each in sample.slots)
+        self._fastest = max(max(grown, default=0), FORGET * self._fastest)
+        most = self.ledger.total // (GROWING_LOOKS * max(1, len(sample.slots)))
+        learned = min(int(GROWING_LOOKS * self._fastest), most)
+        self.ledger.grow(max(self._policy.growth_tokens, learned))
 
     def _keep_slot(self, seen: SlotSample, idle: bool, age_s: float) -> None:
         """A slot in which none of our requests runs."""

@@ -48,6 +48,8 @@ class Cost:
     """Tokens it may produce at most."""
     exact: bool = True
     """Whether ``prompt`` was counted. If not it is an upper bound, and proves nothing about never."""
+    answers: int = 1
+    """Sequences that grow at the same time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,4 +87,5 @@ def cost_of(asked: Asked, lengths: LengthBook, window: int, *, prompt: int | Non
         expected=asked.answers * lengths.expected(asked.kind, each),
         bound=asked.answers * each,
         exact=exact,
+        answers=asked.answers,
     )

@@ -71,7 +71,12 @@ class _Request:
     """Cells it holds or is about to fill."""
     held: int
     uses: tuple[Key, ...]
+    answers: int
     stopping: bool = False
+
+    def beyond(self, cells: int, growth: int) -> int:
+        """Cells that it may fill beyond so many before anybody looks again; each answer ``growth``."""
+        return max(0, min(self.answers * growth, self.prompt + self.bound - cells))
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +116,7 @@ class _Sums:
     lasting: int = 0
     reserved: int = 0
     due: int = 0
+    slack: int = 0
 
 
 class CellLedger:
@@ -150,10 +156,15 @@ class CellLedger:
     def adopt(self, policy: CellPolicy) -> None:
         """Other margins from now on; what is reserved already stays reserved until it is costed anew."""
         self._watermark = int(self.total * policy.watermark_ratio)
-        self._growth = policy.growth_tokens
         self._overcommit = policy.overcommit
+        self.grow(policy.growth_tokens)
         if self._stale_after_s is not None:
             self._stale_after_s = policy.stale_after_s
+
+    def grow(self, cells: int) -> None:
+        """Running requests fill so many cells between two looks; see ``growth``."""
+        self._growth = cells
+        self._sum.slack = sum(self._slack(each) for each in self._requests.values())
 
     # -- what is seen ------------------------------------------------------------------------------------
 
@@ -162,8 +173,8 @@ class CellLedger:
 
     @property
     def margin(self) -> int:
-        """Cells that the next admission leaves free."""
-        return self._watermark + self._low(len(self._requests) + 1)
+        """Cells that an admission leaves free for the growth of those who run, beyond what they reserved."""
+        return self._watermark + self._sum.slack
 
     @property
     def _free(self) -> int:
@@ -199,7 +210,8 @@ class CellLedger:
     def _short(self) -> int:
         """Cells that have to become empty for those who run to go on until the next look."""
         # what is reserved is there in the books; here it has to be empty in time
-        return self._watermark + self._growth * (len(self._requests) + 1) - self.empty_now
+        growing = sum(self._may_grow(each) for each in self._requests.values())
+        return self._watermark + growing + self._growth - self.empty_now
 
     def figures(self) -> Figures:
         """Everything at once, for reports."""
@@ -220,8 +232,22 @@ class CellLedger:
             return False
         return self._sampled_at is None or now - self._sampled_at > self._stale_after_s
 
-    def _low(self, running: int) -> int:
-        return self._growth * running if self._overcommit else 0
+    def _slack(self, each: _Request) -> int:
+        return each.beyond(each.reserved, self._growth) if self._overcommit else 0
+
+    def _book(self, each: _Request, *, reserved: int, due: int) -> None:
+        """Change what a running request has in the books."""
+        self._sum.slack -= self._slack(each)
+        self._sum.reserved += reserved - each.reserved
+        self._sum.due += due - each.due
+        each.reserved, each.due = reserved, due
+        self._sum.slack += self._slack(each)
+
+    def _most(self, wanted: int, room: int, least: int) -> int:
+        """What a request reserves that wants so much of this room: no more than it could ever get here."""
+        if wanted <= room:
+            return wanted
+        return max(room - (self._growth if self._overcommit else 0), least)
 
     # -- residents ---------------------------------------------------------------------------------------
 
@@ -312,15 +338,17 @@ class CellLedger:
         if self.stale(now):
             return Fit.WAITS  # 2
         reserved, claimed = self._need(cost, used, replaces)
-        fits = self._free - claimed - reserved >= self._margin_for(cost, claimed)
+        fits = self._free - claimed - reserved >= self._margin_for(cost, reserved, claimed)
         return Fit.FITS if fits else Fit.WAITS  # 3, 4
 
-    def _margin_for(self, cost: Cost, claimed: int) -> int:
-        """The margin, but alone a request has the room that there is."""
+    def _margin_for(self, cost: Cost, reserved: int, claimed: int) -> int:
+        """The margin with this one, but alone a request has the room that there is."""
+        own = min(cost.answers * self._growth, cost.prompt + cost.bound - reserved) if self._overcommit else 0
+        margin = self.margin + max(0, own)
         if self._requests:
-            return self.margin
+            return margin
         left = self.total - self._sum.protected - claimed - self._unexplained - cost.prompt - 1
-        return min(self.margin, max(0, left))
+        return min(margin, max(0, left))
 
     def _need(self, cost: Cost, uses: tuple[Key, ...], replaces: Key | None) -> tuple[int, int]:
         """Cells that a request reserves, and those of residents that it makes unreclaimable."""
@@ -330,9 +358,8 @@ class CellLedger:
         if replaces is not None and (old := self._residents.get(replaces)) is not None:
             claimed -= 0 if old.reclaimable else old.cells
         new = min(cost.expected, cost.bound) if self._overcommit else cost.bound
-        room = self.total - self._sum.protected - claimed - self._watermark - self._low(1)
-        need = min(cost.prompt + new, max(room, cost.prompt + 1 if cost.exact else 1))
-        return need, claimed
+        room = self.total - self._sum.protected - claimed - self._watermark
+        return self._most(cost.prompt + new, room, cost.prompt + 1 if cost.exact else 1), claimed
 
     def reserve(
         self, request: LeaseId | Key, cost: Cost, *, uses: Iterable[Key] = (), replaces: Key | None = None
@@ -358,9 +385,10 @@ class CellLedger:
         if old is not None and not old.holders:
             self._uncount(self._residents.pop(replaces))
         prompt = min(cost.prompt, need)
-        self._requests[request] = _Request(prompt, cost.bound, need, prompt, 0, used)
+        each_new = self._requests[request] = _Request(prompt, cost.bound, need, prompt, 0, used, cost.answers)
         self._sum.reserved += need
         self._sum.due += prompt
+        self._sum.slack += self._slack(each_new)
 
     def recost(self, request: LeaseId | Key, cost: Cost, *, uses: Iterable[Key] = ()) -> None:
         """More is known of a running request than when it was written down; see ``fit`` for the arguments."""
@@ -384,12 +412,9 @@ class CellLedger:
             return
         each.held = held
         new = min(expected, each.bound) if self._overcommit else each.bound
-        room = self.total - self._sum.protected - self._watermark - self._low(1)
-        reserved = max(held, min(each.prompt + new, room))
-        due = max(held, each.prompt)
-        self._sum.reserved += reserved - each.reserved
-        self._sum.due += due - each.due
-        each.reserved, each.due = reserved, due
+        room = self.total - self._sum.protected - self._watermark
+        reserved = max(held, self._most(each.prompt + new, room, 0))
+        self._book(each, reserved=reserved, due=max(held, each.prompt))
 
     def release(
         self, request: LeaseId | Key, *, leaves: Key | None = None, cells: int = 0, value: float = 0.0
@@ -407,6 +432,7 @@ class CellLedger:
             return False
         self._sum.reserved -= each.reserved
         self._sum.due -= each.due
+        self._sum.slack -= self._slack(each)
         for key in each.uses:
             resident = self._residents[key]
             self._uncount(resident)
@@ -442,7 +468,7 @@ class CellLedger:
 
     def _may_grow(self, each: _Request) -> int:
         """Cells that it may fill until the next look, and while it is being stopped."""
-        return max(0, min(self._growth, each.prompt + each.bound - each.due))
+        return each.beyond(each.due, self._growth)
 
     # -- samples -----------------------------------------------------------------------------------------
 
@@ -458,9 +484,6 @@ class CellLedger:
         for request, cells in held.items():
             each = self._requests.get(request)
             if each is not None:
-                each_due = max(cells, each.prompt)
-                reserved = max(cells, each.reserved)
-                self._sum.due += each_due - each.due
-                self._sum.reserved += reserved - each.reserved
-                each.held, each.due, each.reserved = cells, each_due, reserved
+                each.held = cells
+                self._book(each, reserved=max(cells, each.reserved), due=max(cells, each.prompt))
         self._unexplained = max(0, used - self._sum.resident - sum(held.values()))

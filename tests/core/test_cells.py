@@ -175,3 +175,29 @@ def test_an_engine_without_counters_has_no_ledger():
     assert at.cells.ledger is None
     lease_of(ask(at, 5000, 5000))
     lease_of(ask(at, 5000, 5000))
+
+
+def test_margins_follow_the_speed_of_the_engine():
+    """Three looks of the fastest slot's growth, within a share of the cache; slowly forgotten."""
+    at = plane()
+    lease = lease_of(ask(at, 100, 800))
+    ledger = at.cells.ledger
+
+    def look(generated):
+        running = seen(0, 100 + generated, lease=lease.lease_id, generated=generated, state=SlotState.GEN)
+        at.on_sample(sample(used=100 + generated, slots=(running, *(seen(slot, 0) for slot in (1, 2, 3)))))
+        return ledger._growth
+
+    assert look(0) == 1
+    assert look(20) == 60
+    assert look(21) == 58
+    assert look(321) == 1000 // (3 * 4)
+
+
+def test_several_answers_grow_at_once():
+    """Each of them fills cells between two looks."""
+    at = plane()
+    at.cells.adopt(CellPolicy(watermark_ratio=0.0, growth_tokens=10, assumed_tokens=50))
+    size = Asked(kind="k", body_bytes=0, max_tokens=100, answers=3)
+    lease_of(at.on_request(Ask(scope=SCOPE, slots=3, need=Need(asked=size, prompt=10)), 0.0, now_ts=0.0))
+    assert at.cells.ledger.margin == 30

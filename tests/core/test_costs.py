@@ -34,7 +34,7 @@ def test_an_answer_is_as_long_as_its_kind():
 
 def test_several_answers_share_their_prompt():
     """Only what they produce is multiplied."""
-    assert cost(900, max_tokens=50, answers=4) == Cost(prompt=900, expected=200, bound=200)
+    assert cost(900, max_tokens=50, answers=4) == Cost(prompt=900, expected=200, bound=200, answers=4)
 
 
 def test_what_nobody_counted_is_bounded_by_body_and_window():

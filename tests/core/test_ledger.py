@@ -252,7 +252,9 @@ def test_margins_can_be_changed():
     book.progress(1, held=100, expected=100)
     assert book.figures().reserved == 600
     book.adopt(CellPolicy(watermark_ratio=0.0, growth_tokens=10))
-    assert book.margin == 20
+    assert book.margin == 0  # what it may produce at most is reserved
+    book.progress(1, held=100, expected=100)
+    assert book.margin == 10
     unasked = ledger()
     unasked.adopt(CellPolicy())
     assert not unasked.stale(1e9)
@@ -261,7 +263,11 @@ def test_margins_can_be_changed():
 def test_figures_for_one_more():
     """The margin belongs to those who run, and nothing is negative."""
     book = ledger(watermark=100, growth=10)
-    assert book.figures().admissible == 890
+    assert book.figures().admissible == 900
+    book.reserve(1, cost(100, 100, bound=100))
+    assert book.figures().admissible == 700  # it has all that it may fill
+    book.reserve(2, cost(100, 100, bound=500))
+    assert book.figures().admissible == 490
     book.on_sample(5000, {}, taken_at=1.0)
     assert (book.figures().free, book.figures().admissible) == (0, 0)
 
@@ -371,6 +377,7 @@ class Ledger(RuleBasedStateMachine):
         assert figures.reclaimable == sum(each.cells for each in residents if each.reclaimable)
         assert figures.reserved == sum(each.reserved for each in requests)
         assert self.book._sum.due == sum(each.due for each in requests)
+        assert self.book._sum.slack == sum(self.book._slack(each) for each in requests)
         assert self.book._sum.lasting == sum(each.cells for each in residents if each.lasting)
         assert sum(self.residents.values()) == sum(each.cells for each in residents)
         assert set(self.running) == set(self.book._requests)
