@@ -270,17 +270,7 @@ class Runtime:
     async def empty_oldest(self) -> bool:
         """Empty the idle slot that was unused for the longest time; False when none holds anything."""
         slot = self.plane.board.oldest()
-        lease = None if slot is None else self.borrow(slot)
-        if slot is None or lease is None:
-            return False
-        try:
-            await self.client.erase_slot(slot)
-        finally:
-            if not lease.ended:
-                self.plane.board.forget(slot)
-            self.backend.forget([slot])
-            self.returned(lease)
-        return True
+        return slot is not None and await self._empty(slot)
 
     async def _find_capability(self) -> tuple[Capability, str | None]:
         """What is claimed of a patched engine."""
@@ -427,7 +417,7 @@ class Runtime:
         try:
             match key:
                 case ("slot", int() as slot):
-                    gone = await self._empty_reclaimed(SlotId(slot))
+                    gone = await self._empty(SlotId(slot))
                 case ("pool", str() as pool_id) if self.evict_pool is not None:
                     gone = await self.evict_pool(PoolId(pool_id))
         except PolyKVError as error:
@@ -438,7 +428,7 @@ class Runtime:
             self._emptied.clear()
             self.changed()
 
-    async def _empty_reclaimed(self, slot: SlotId) -> bool:
+    async def _empty(self, slot: SlotId) -> bool:
         """Empty a slot that is idle, or whose request waits for that; False while it is at work."""
         async with self.still(slot):
             lease = self.borrow(slot)

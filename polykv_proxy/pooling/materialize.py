@@ -118,7 +118,13 @@ class Materializer:
             clean = False
             if pool.parent is not None and not pool.parent.resident:
                 self._plane.tree.detach(pool)
-            done = await self._compute(pool, lease)
+            done = await self._runtime.backend.materialize(
+                pool.number,
+                pool.tokens,
+                lease,
+                parent=None if pool.parent is None else pool.parent.number,
+                branch_pos=pool.branch_pos,
+            )
             clean = True
             self._plane.pools.on_ready(pool, PoolUid(done.uid), done.file_bytes)
             job.result.set_result(done)
@@ -146,25 +152,6 @@ class Materializer:
             self._plane.pools.on_failed(pool, retire=not clean)  # no effect on one that is resident
             if lease is not None:
                 self._runtime.finish(lease, clean=clean, content=Content.NOTHING)
-
-    async def _compute(self, pool: PrefixPool, lease: Lease) -> Materialized:
-        """Have it computed; idle conversations make room, those that were out of use for longest first.
-
-        They can be computed again when they go on. Somebody asks for the pool now.
-        """
-        while True:
-            try:
-                return await self._runtime.backend.materialize(
-                    pool.number,
-                    pool.tokens,
-                    lease,
-                    parent=None if pool.parent is None else pool.parent.number,
-                    branch_pos=pool.branch_pos,
-                )
-            except UnavailableError as error:
-                if error.code != "cells_exhausted" or not await self._runtime.empty_oldest():
-                    raise
-                log.info("idle_conversation_made_room", pool_id=pool.pool_id)
 
     async def _make_own(self, slot: SlotId, pool: PrefixPool) -> None:
         """Empty a slot that would lend a pool cells which are neither its own nor its parent's.

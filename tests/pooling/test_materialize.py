@@ -145,14 +145,15 @@ async def test_a_child_whose_parent_cannot_be_had_stays_evicted(rig, monkeypatch
 
 async def test_idle_conversations_make_room_for_a_pool(proxies):
     """Those that were out of use for longest first, and no more of them than it takes."""
-    rig = await proxies(slots=3)
+    rig = await proxies(slots=3, cells=200)
     for name in ("oldest", "older", "latest"):
-        await talked(rig, name)
+        await talked(rig, name, max_tokens=8)
         await rig.quiet()
     plane = rig.runtime.plane
-    rig.engine.cells = rig.engine.used - 20  # the slot that it is computed in does not give enough
-    pool, created, _ = await create(rig)
+    pool, created, _ = await create(rig, as_tokens(range(101, 201)))
     assert (created, pool.resident) == (True, True)
+    await rig.quiet()
+    assert rig.engine.used <= 200
     resident = [plane.sessions.get(name).slot is not None for name in ("oldest", "older", "latest")]
     assert resident == [False, False, True]
 
