@@ -9,7 +9,6 @@ import argparse
 import asyncio
 import json
 import statistics
-import tempfile
 import time
 from pathlib import Path
 
@@ -17,7 +16,6 @@ import aiohttp
 import uvloop
 
 from polykv_proxy import config
-from polykv_proxy.app import Proxy
 from polykv_proxy.core.plane import ControlPlane
 from polykv_proxy.core.slots import Ask
 from polykv_proxy.core.types import (
@@ -32,9 +30,9 @@ from polykv_proxy.core.types import (
     SlotState,
     as_tokens,
 )
-from polykv_proxy.engine import build, model
 from polykv_proxy.metrics import Exposition, Metrics
 from polykv_proxy.telemetry import configure_logging
+from tests.benchmarks.rates import serving
 from tests.benchmarks.relay import machine
 
 SCOPE = Scope("bench")
@@ -125,24 +123,17 @@ async def reader(address: str, counts: list[int]) -> None:
 
 async def readers_cost(rounds: int, tokens: int) -> dict[str, float]:
     """Decode speed with and without the reader, in turn, so that a noisy moment hits both."""
-    settings = config.load()
-    chosen = {"binary": build.ensure(settings.cache_path).binary, "model": model.ensure(settings.cache_path)}
-    with tempfile.TemporaryDirectory() as folder:
-        engine = settings.engine.model_copy(update=chosen)
-        places = {"state_dir": Path(folder), "runtime_dir": Path(folder) / "run", "listen": "127.0.0.1:0"}
-        settings = settings.model_copy(update={"engine": engine, **places})
-        alone, watched, counts = [], [], [0]
-        async with Proxy(settings) as proxy:
-            await proxy.fleet.first.runtime.serving.wait()
-            await decode_tps(proxy.address, 32)
-            for _ in range(rounds):
-                alone.append(await decode_tps(proxy.address, tokens))
-                began, before = time.monotonic(), counts[0]
-                task = asyncio.get_running_loop().create_task(reader(proxy.address, counts))
-                watched.append(await decode_tps(proxy.address, tokens))
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
-                hertz = (counts[0] - before) / (time.monotonic() - began)
+    alone, watched, counts = [], [], [0]
+    async with serving() as proxy:
+        await decode_tps(proxy.address, 32)
+        for _ in range(rounds):
+            alone.append(await decode_tps(proxy.address, tokens))
+            began, before = time.monotonic(), counts[0]
+            task = asyncio.get_running_loop().create_task(reader(proxy.address, counts))
+            watched.append(await decode_tps(proxy.address, tokens))
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            hertz = (counts[0] - before) / (time.monotonic() - began)
     return {
         "alone_tps": statistics.median(alone),
         "watched_tps": statistics.median(watched),
