@@ -41,6 +41,9 @@ if TYPE_CHECKING:
 GROWING_LOOKS = 3
 """Looks that pass while a request grows on: until the next, while it is stopped, while a slot is emptied."""
 
+LARGEST_SHARE = 0.125
+"""Of the cache, that is kept free at most because the engine is fast."""
+
 FORGET = 0.98
 """What the fastest growth counts for at the next look, if nothing grew as fast."""
 
@@ -294,12 +297,12 @@ class Cells:
     def _learn_growth(self, sample: EngineSample) -> None:
         """A fast model fills more between two looks than any margin that suits a slow one.
 
-        Slots share what the margin may take of the cache, so that a small one is not all margin.
+        All slots together get no more than a share of the cache: a small one would be nothing but margin.
         """
         assert self.ledger is not None
         grown = (each.gen_total - self._totals.get(each.slot, each.gen_total) for each in sample.slots)
         self._fastest = max(max(grown, default=0), FORGET * self._fastest)
-        most = self.ledger.total // (GROWING_LOOKS * max(1, len(sample.slots)))
+        most = int(LARGEST_SHARE * self.ledger.total / (len(sample.slots) + 1))
         learned = min(int(GROWING_LOOKS * self._fastest), most)
         self.ledger.grow(max(self._policy.growth_tokens, learned))
 

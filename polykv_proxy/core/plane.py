@@ -5,7 +5,7 @@ The engine's life and its requests are here; what becomes of pools is the planne
 Rule 1: every method is synchronous and returns what should happen; nothing here happens by itself.
 Rule 2: a request is sent only to slots that are known to be idle, so the engine never queues.
 Rule 3: those who wait are served in order of arrival. A request that cannot be placed holds back those
-behind it: none of them may starve it.
+behind it: none of them may starve it. One that waits for the slot which its client just left does not.
 Rule 4: a lease ends exactly once. Ending it again changes nothing.
 Rule 5: a request is sent only when its cells are there, see ``core.ledger``; those who wait for them are in
 the same line.
@@ -122,6 +122,11 @@ class ControlPlane:
     def serving(self) -> bool:
         """Whether requests can be sent now."""
         return self._serving
+
+    @property
+    def _in_line(self) -> bool:
+        """Whether somebody waits for whatever slot comes; who waits for a certain one is in nobody's way."""
+        return any(not self.board.awaits(ticket.ask) for ticket in self._waiting.values())
 
     @property
     def waiting(self) -> int:
@@ -284,7 +289,7 @@ class ControlPlane:
         for session in self.sessions.expire(now):
             if session.slot is not None:
                 self.board.forget(session.slot)
-        if self._serving and not self._waiting:
+        if self._serving and not self._in_line:
             lease = self._grant(ask, now, now_ts, conversation=conversation)
             if lease is not None:
                 return Admit(lease)  # 1
@@ -347,6 +352,8 @@ class ControlPlane:
             if content is Content.OLD and lease.session.lease == lease.lease_id:
                 lease.session.lease = lease.before  # the slot holds what that one left
         if not clean:
+            if stop:
+                self.board.leave(lease.slots[0])
             return [AwaitIdle(lease, stop)]
         return self._free(lease, now, content)
 
@@ -402,8 +409,11 @@ class ControlPlane:
 
     def _serve_waiting(self, now: float) -> list[Command]:
         commands: list[Command] = []
-        while self._serving and self._waiting:
-            key, ticket = next(iter(self._waiting.items()))
+        for key, ticket in list(self._waiting.items()):
+            if not self._serving:
+                break
+            if self.board.awaits(ticket.ask):
+                continue  # its slot is nobody else's until then
             ticket.never = self._never(ticket.ask, now)
             lease = (
                 None
@@ -418,7 +428,7 @@ class ControlPlane:
         return commands
 
     def _grant(self, ask: Ask, now: float, now_ts: float, *, conversation: bool) -> Lease | None:
-        placement = self.board.place(ask)
+        placement = None if self.board.awaits(ask) else self.board.place(ask)
         if placement is None or not self.cells.fits(ask, placement, now):
             return None
         session = self._session_for(ask, placement, now, now_ts) if conversation else None

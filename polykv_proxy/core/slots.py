@@ -3,7 +3,9 @@
 Rule 1: a slot runs one lease at a time; it is given away only when the engine is known to be done with it.
 Rule 2: a conversation returns to the slot that still holds it, while that slot is idle.
 Rule 3: a request never takes a slot whose content it does not continue while an empty one is idle.
-Rule 4: content is compared within a scope only, and decides speed, never correctness: the engine compares
+Rule 4: a request whose client comes again while the engine still stops the one that it left waits for that
+slot: what was computed there is its own.
+Rule 5: content is compared within a scope only, and decides speed, never correctness: the engine compares
 tokens itself before it reuses anything.
 """
 
@@ -107,6 +109,8 @@ class SlotBoard:
         """Idle, and hold a conversation; the one unused for the longest time first."""
         self._links: dict[tuple[Scope, str | None, int], dict[SlotId, None]] = {}
         """Slots by each link of what they hold."""
+        self._leaving: set[SlotId] = set()
+        """Slots whose clients left, while the engine is being stopped."""
 
     def __iter__(self) -> Iterator[Slot]:
         return iter(self.slots)
@@ -150,7 +154,24 @@ class SlotBoard:
     def holder(self, ask: Ask) -> Session | None:
         """The session of the idle slot that holds the request's conversation."""
         held = self._holding(ask)
-        return None if held is None else self.slots[held[0]].session
+        if held is not None:
+            return self.slots[held[0]].session
+        left = self._left(ask)
+        return None if left is None else self.slots[left].session
+
+    def awaits(self, ask: Ask) -> bool:
+        """Whether a slot that will be idle in a moment holds what the request begins with (rule 4)."""
+        return self._left(ask) is not None and self._holding(ask) is None
+
+    def _left(self, ask: Ask) -> SlotId | None:
+        """The slot whose client left a request that this one repeats, or goes on with."""
+        if not self._leaving or ask.only is not None or ask.exclusive or ask.slots > 1:
+            return None
+        for depth in range(len(ask.chain), SAME_CONVERSATION_LINKS - 1, -1):
+            for number in self._links.get((ask.scope, ask.name, ask.chain[depth - 1]), ()):
+                if number in self._leaving and len(self.slots[number].chain) == depth:
+                    return number
+        return None
 
     def _holding(self, ask: Ask) -> tuple[SlotId, int] | None:
         """The idle slot that shares most links with the request, if it is the same conversation; how many.
@@ -192,8 +213,13 @@ class SlotBoard:
         if session is not None:
             session.slot, session.taken = first.slot, False
 
+    def leave(self, number: SlotId) -> None:
+        """The client of the request in a slot left; it is free once the engine is done."""
+        self._leaving.add(number)
+
     def free(self, number: SlotId, now: float, content: Content) -> None:
         """The engine is done with a slot."""
+        self._leaving.discard(number)
         slot = self.slots[number]
         slot.lease, slot.last_used = None, now
         if content is not Content.NEW:

@@ -906,3 +906,65 @@ def test_how_much_is_at_work():
     assert (plane.running_count, plane.silent, plane.waiting) == (3, True, 1)
     two.streams = True
     assert not plane.silent
+
+
+# -- clients that come again ------------------------------------------------------------------------------
+
+
+def left(plane, *chain, **options):
+    """A request whose client left; the engine is being stopped."""
+    lease = admitted(plane, *chain, **options)
+    finish(plane, lease, clean=False)
+    return lease
+
+
+def test_a_retry_waits_for_its_slot_and_goes_on_there():
+    """Though another one is empty: what was computed is in that one (ADM-11)."""
+    plane = serving(slots=3)
+    first = left(plane, 1, 2)
+    again = request(plane, 1, 2)
+    assert isinstance(again, Queue)
+    assert plane.on_slots_idle(first, 3.0, Content.NEW) == [WakeQueued(again.ticket)]
+    lease = again.ticket.lease
+    assert (lease.slots, lease.continues, lease.session) == (first.slots, True, first.session)
+
+
+def test_a_retry_that_waits_is_in_nobodys_way():
+    """Others, in line before and behind it, get the slots that are idle."""
+    plane = serving(slots=2)
+    first = left(plane, 1, 2)
+    again = request(plane, 1, 2, 3)
+    other = admitted(plane, 7, 8)
+    behind = request(plane, 9, 10)
+    assert isinstance(behind, Queue)
+    assert finish(plane, other) == [WakeQueued(behind.ticket)]
+    assert plane.on_slots_idle(first, 3.0, Content.NEW) == [WakeQueued(again.ticket)]
+
+
+def test_a_retry_whose_first_attempt_never_began_runs_wherever_there_is_room():
+    """The engine had not touched it: there is nothing to go on with."""
+    plane = serving(slots=2)
+    first = left(plane, 1, 2)
+    again = request(plane, 1, 2)
+    plane.on_slots_idle(first, 3.0, Content.OLD)
+    assert not again.ticket.lease.continues
+
+
+@pytest.mark.parametrize(
+    ("chain", "options"),
+    [((1,), {}), ((1, 3), {}), ((1, 2), {"scope": "theirs"}), ((1, 2), {"name": "another"})],
+    ids=["no message in common", "another message", "another key", "another session"],
+)
+def test_other_conversations_do_not_wait_for_it(chain, options):
+    """They take what is idle."""
+    plane = serving(slots=2)
+    left(plane, 1, 2)
+    admitted(plane, *chain, **options)
+
+
+def test_what_goes_on_for_a_client_to_come_back_is_not_waited_for():
+    """A resumable stream runs to its end."""
+    plane = serving(slots=2)
+    lease = admitted(plane, 1, 2)
+    plane.on_finished(lease, 2.0, clean=False, content=Content.NEW, stop=False)
+    admitted(plane, 1, 2)

@@ -133,3 +133,30 @@ async def test_a_burst_beyond_the_slots_waits_in_the_proxy(pair: Served) -> None
     assert [answer.status for answer in answers] == [200] * 12
     assert len(deferred) > 3
     assert max(deferred) == 0
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/completion"])
+async def test_retries_never_start_over(pair: Served, path: str) -> None:
+    """ADM-11: however often a client leaves in prefill and comes again, each token is computed once."""
+    await pair.clear()
+    before = sum(slot["n_prompt_total"] for slot in (await pair.quiet())["slots"])
+    body = body_of(path, f"Retried on {path}. {LONG[: len(LONG) // 2]}", stream=True, tokens=4)
+
+    async def computed() -> int:
+        return sum(slot["n_prompt_total"] for slot in (await pair.counters())["slots"]) - before
+
+    for attempt in range(2):
+        trying = asyncio.create_task(pair.http.post(path, body))
+
+        async def got_on(least: int = 300 * (attempt + 1)) -> bool:
+            return await computed() >= least
+
+        await pair.until(got_on)
+        assert not trying.done(), "it was to be left in its prefill"
+        trying.cancel()
+        await asyncio.gather(trying, return_exceptions=True)
+    answer = await pair.http.post(path, {**body, "stream": False})
+    assert answer.status == 200
+    timings = (await pair.counters())["slots"]
+    prompt = max(slot["n_tokens"] for slot in timings) - 4
+    assert await computed() <= 1.05 * prompt
