@@ -243,11 +243,18 @@ class CellLedger:
         each.reserved, each.due = reserved, due
         self._sum.slack += self._slack(each)
 
-    def _most(self, wanted: int, room: int, least: int) -> int:
-        """What a request reserves that wants so much of this room: no more than it could ever get here."""
-        if wanted <= room:
-            return wanted
-        return max(room - (self._growth if self._overcommit else 0), least)
+    def _most(self, wanted: int, end: int, growth: int, room: int) -> int:
+        """What a request reserves, no more than it could ever get here.
+
+        Args:
+            wanted: cells that it is expected to fill.
+            end: cells that it may fill at most.
+            growth: what it may fill beyond what it reserved before anybody looks again.
+            room: cells that there are.
+        """
+        if not self._overcommit:
+            return min(wanted, room)
+        return wanted if wanted + min(growth, end - wanted) <= room else min(wanted, room - growth)
 
     # -- residents ---------------------------------------------------------------------------------------
 
@@ -359,7 +366,8 @@ class CellLedger:
             claimed -= 0 if old.reclaimable else old.cells
         new = min(cost.expected, cost.bound) if self._overcommit else cost.bound
         room = self.total - self._sum.protected - claimed - self._watermark
-        return self._most(cost.prompt + new, room, cost.prompt + 1 if cost.exact else 1), claimed
+        most = self._most(cost.prompt + new, cost.prompt + cost.bound, cost.answers * self._growth, room)
+        return max(most, min(cost.prompt + new, cost.prompt + 1 if cost.exact else 1)), claimed
 
     def reserve(
         self, request: LeaseId | Key, cost: Cost, *, uses: Iterable[Key] = (), replaces: Key | None = None
@@ -413,7 +421,8 @@ class CellLedger:
         each.held = held
         new = min(expected, each.bound) if self._overcommit else each.bound
         room = self.total - self._sum.protected - self._watermark
-        reserved = max(held, self._most(each.prompt + new, room, 0))
+        most = self._most(each.prompt + new, each.prompt + each.bound, each.answers * self._growth, room)
+        reserved = max(held, most)
         self._book(each, reserved=reserved, due=max(held, each.prompt))
 
     def release(
