@@ -220,6 +220,14 @@ def test_an_answer_that_outgrows_the_whole_cache_is_stopped_before(overcommit):
     assert machine.most > CELLS - 30
 
 
+@pytest.mark.parametrize("prompt", range(1840, 1900, 6))
+def test_a_request_that_just_fits_alone_is_not_held_back_by_its_own_margin(prompt):
+    """Whatever is expected of it, and however little lies between that and all there is."""
+    requests = [Request(prompt, 114, 784, pool=True)]
+    Machine(requests, overcommit=True, pool_cells=0, pinned=38).run()
+    assert requests[0].ended in ("done", "stopped")
+
+
 def test_without_the_ledger_this_engine_dies():
     """The same requests, each let in where a slot is free: the claims above are about something."""
 
