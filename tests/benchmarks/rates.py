@@ -38,14 +38,16 @@ INTERVAL_S = 0.1
 
 
 @contextlib.asynccontextmanager
-async def serving(**telemetry: object) -> AsyncIterator[Proxy]:
-    """The whole proxy with the built-in model, and an engine of its own."""
+async def serving(
+    *, engine: dict[str, object] | None = None, telemetry: dict[str, object] | None = None
+) -> AsyncIterator[Proxy]:
+    """The whole proxy with the built-in model, and an engine of its own; with these settings changed."""
     settings = config.load()
     chosen = {"binary": build.ensure(settings.cache_path).binary, "model": model.ensure(settings.cache_path)}
     with tempfile.TemporaryDirectory() as folder:
         update = {
-            "engine": settings.engine.model_copy(update=chosen),
-            "telemetry": settings.telemetry.model_copy(update=telemetry),
+            "engine": settings.engine.model_copy(update=chosen | (engine or {})),
+            "telemetry": settings.telemetry.model_copy(update=telemetry or {}),
             "state_dir": Path(folder),
             "runtime_dir": Path(folder) / "run",
             "listen": "127.0.0.1:0",
@@ -129,7 +131,7 @@ async def measure(address: str, sessions: int, tokens: int, tag: str) -> Run:
 async def accuracy(runs: int, tokens: int) -> dict[str, dict[str, float]]:
     """Median errors for one session and for four."""
     figures = {}
-    async with serving(tps_interval_s=INTERVAL_S) as proxy:
+    async with serving(telemetry={"tps_interval_s": INTERVAL_S}) as proxy:
         for sessions in (1, 4):
             errors = []
             for number in range(runs):
