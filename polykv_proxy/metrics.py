@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from prometheus_client.core import Metric
 
+    from polykv_proxy.core.gate import Gate
     from polykv_proxy.core.plane import ControlPlane
     from polykv_proxy.core.pools import PrefixPool
     from polykv_proxy.core.rates import Progress
@@ -84,10 +85,12 @@ class Metrics:
 
     Args:
         plane: read when somebody scrapes.
+        gate: the same, for those who come to it; None where there is none.
     """
 
-    def __init__(self, plane: ControlPlane) -> None:
+    def __init__(self, plane: ControlPlane, gate: Gate | None = None) -> None:
         self.plane = plane
+        self.gate = gate
         self.admissions = Counter(dict.fromkeys(OUTCOMES, 0))
         self.overflows = Counter(dict.fromkeys(OVERFLOWS, 0))
         self.recomputed = Counter(dict.fromkeys(CAUSES, 0))
@@ -255,6 +258,19 @@ _ALL = (
         lambda x: x.book.mean_active_tps(x.now),
     ),
     _Series("admissions_total", _COUNTER, "Requests for slots.", lambda x: x.counts.admissions, "outcome"),
+    _Series(
+        "sessions_total",
+        _COUNTER,
+        "Sessions that came to the gate.",
+        lambda x: None if x.counts.gate is None else x.counts.gate.counts,
+        "outcome",
+    ),
+    _Series(
+        "sessions_waiting",
+        _GAUGE,
+        "Sessions that wait at the gate.",
+        lambda x: None if x.counts.gate is None else x.counts.gate.waiting,
+    ),
     _Series("queue_depth", _GAUGE, "Requests that wait for slots.", lambda x: x.plane.waiting),
     _Series("queue_wait_seconds", _HISTOGRAM, "Wait for slots.", lambda x: x.counts.queue_wait),
     _Series("kv_cells_used", _GAUGE, "KV cells in use.", lambda x: x.cells_used),

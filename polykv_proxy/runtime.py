@@ -139,7 +139,8 @@ class Runtime:
     ) -> None:
         self.plane = plane
         self.client = client
-        self.metrics = Metrics(plane)
+        self.gatekeeper = Gatekeeper(plane, policies or PolicyFile(None))
+        self.metrics = Metrics(plane, self.gatekeeper.gate)
         self.backend: Backend = Relaying(client)
         self._copies = copies
         self.status: EngineStatus | None = None
@@ -152,7 +153,6 @@ class Runtime:
         self._waiters: dict[int, Pending] = {}
         self.after_idle: dict[LeaseId, Callable[[], Awaitable[object]]] = {}
         """What is to be done when an abandoned request's slots are idle, before they are given away."""
-        self.gatekeeper = Gatekeeper(plane, policies or PolicyFile(None))
         self.stoppable: dict[LeaseId, asyncio.Timeout] = {}
         """Requests that can be stopped before the cells are used up: by letting their time be over."""
         self.evict_pool: Callable[[PoolId], Awaitable[bool]] | None = None
@@ -223,14 +223,6 @@ class Runtime:
                 self.metrics.on_restart()
             digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
             capability = backend.capability
-            log.info(
-                "engine_ready",
-                engine=self.name,
-                capability=capability.value,
-                reason=reason,
-                slots=facts.slots,
-                cells=facts.cells,
-            )
             first = await self._counts(capability)  # before anybody's tokens come
             self.backend = backend
             self._perform(self.plane.on_engine_ready(facts, capability, reason, digest, monotonic()))
@@ -239,6 +231,14 @@ class Runtime:
             if isinstance(first, EngineSample):  # nothing is sent before its cells are known
                 self._perform(self.plane.on_sample(first, monotonic(), self.now_ts()))
             self.serving.set()
+            log.info(
+                "engine_ready",
+                engine=self.name,
+                capability=capability.value,
+                reason=reason,
+                slots=facts.slots,
+                cells=facts.cells,
+            )
             return
 
     async def _find_backend(

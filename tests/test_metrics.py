@@ -8,6 +8,7 @@ from prometheus_client import REGISTRY
 from prometheus_client.parser import text_string_to_metric_families
 
 from polykv_proxy import metrics
+from polykv_proxy.core.gate import Gate
 from polykv_proxy.core.plane import ControlPlane
 from polykv_proxy.core.rates import Progress
 from polykv_proxy.core.slots import Ask
@@ -78,7 +79,7 @@ def documented():
 
 def test_the_reference_lists_every_metric_and_no_other(plane):
     """By name, with its labels."""
-    one = Metrics(plane)
+    one = Metrics(plane, Gate())
     pool(plane, 40, 1)
     plane.on_sample(EngineSample("e", 0.0, 0, 1000, 0, (), ()))
     for clock in (0.0, 1.0):

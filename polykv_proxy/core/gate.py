@@ -11,6 +11,7 @@ Rule 4: without a policy that says anything, a request costs a few look-ups.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -98,6 +99,11 @@ class Look:
     seq_ids_max: int | None = None
 
 
+SESSION_OUTCOMES = ("admitted", "queued", "rejected", "expired", "gave_up")
+"""What becomes of a session that comes to the gate: let in at once or after a wait, refused at once or after
+a wait, or it left."""
+
+
 class Gate:
     """Admission of one engine.
 
@@ -123,6 +129,8 @@ class Gate:
         self._refused = (0, 0)
         """Sessions refused while so many had left."""
         self._promises = Promises()
+        self.counts: Counter[str] = Counter(dict.fromkeys(SESSION_OUTCOMES, 0))
+        """Sessions by what became of them here; turns of those inside are not among them."""
 
     # -- what comes in -----------------------------------------------------------------------------------
 
@@ -150,9 +158,9 @@ class Gate:
             self.presence.begin(entry.session)
             return ENTERED  # 1
         if entry.lease is not None and self.give_back(entry.lease, scope):
-            return self._enter(entry, ENTERED, now)  # 2
+            return self._enter(entry, ENTERED, now, "admitted")  # 2
         if not entry.policy.judges:
-            return self._enter(entry, ENTERED, now)
+            return self._enter(entry, ENTERED, now, "admitted")
         verdict = decide(
             self.picture(now, entry.pool),
             entry.policy,
@@ -160,7 +168,7 @@ class Gate:
             jitter,
         )  # 3
         if isinstance(verdict, Entered):
-            return self._enter(entry, verdict, now)
+            return self._enter(entry, verdict, now, "admitted")
         if isinstance(verdict, Held):
             waiter = Waiter(entry, now, verdict.max_wait_s, verdict.failing)
             policy = entry.policy
@@ -175,11 +183,14 @@ class Gate:
                 retry_after_s(picture, jitter),
                 capacity(picture, policy, entry.expected_tokens),
             )
+        self.counts["rejected"] += 1
         return self._refuse(verdict)
 
     def on_gave_up(self, waiter: Waiter, now: float) -> None:
         """Who waited left. If it was just let in, its request is over."""
-        if not self._leave(waiter) and waiter.entered is not None:
+        if self._leave(waiter):
+            self.counts["gave_up"] += 1
+        elif waiter.entered is not None:
             self.on_over(waiter.entry.session, now)
 
     def on_expired(self, waiter: Waiter, now: float, *, jitter: float) -> Entered | Refused:
@@ -191,8 +202,9 @@ class Gate:
         last = Newcomer(expected_tokens=entry.expected_tokens, may_wait=False, first=True)
         verdict = decide(self.picture(now, entry.pool), entry.policy, last, jitter)
         if isinstance(verdict, Entered):
-            return self._enter(entry, verdict, now)
+            return self._enter(entry, verdict, now, "queued")
         assert isinstance(verdict, Refused)
+        self.counts["expired"] += 1
         return self._refuse(verdict)
 
     def on_over(self, session: SessionId, now: float, cells: int | None = None) -> None:
@@ -278,7 +290,7 @@ class Gate:
                 if isinstance(verdict, Entered):  # 2
                     self._queue.pop(waiter, now)
                     self._leave(waiter)
-                    waiter.entered = self._enter(entry, verdict, now)
+                    waiter.entered = self._enter(entry, verdict, now, "queued")
                     self._woken.append(waiter)
                     going = True
                     break
@@ -289,8 +301,9 @@ class Gate:
         woken, self._woken = self._woken, []
         return woken
 
-    def _enter(self, entry: Entry, verdict: Entered, now: float) -> Entered:
+    def _enter(self, entry: Entry, verdict: Entered, now: float, outcome: str) -> Entered:
         """The session is inside from now on, and with it all of its requests that wait."""
+        self.counts[outcome] += 1
         self.presence.enter(entry.session, entry.policy, now)
         for other in self._waiters.pop(entry.session, ()):
             self._queue.discard(other)

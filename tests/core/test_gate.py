@@ -461,3 +461,21 @@ class Crowd(RuleBasedStateMachine):
 
 TestCrowd = Crowd.TestCase
 TestCrowd.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+
+
+def test_what_becomes_of_sessions_is_counted():
+    """Each once; turns of those inside, and questions, are not among them."""
+    scene = Scene()
+    scene.fill(5, QUEUE)
+    scene.ask("s0", QUEUE)
+    refused = scene.ask("no", REJECT)
+    assert isinstance(refused, Refused)
+    first, second, third = (scene.ask(name, QUEUE) for name in "abc")
+    assert (first.entered, scene.gate.waiting) == (None, 3)
+    scene.gate.on_gave_up(third, scene.now)
+    scene.gate.on_expired(second, scene.now, jitter=0.5)
+    for _ in range(2):
+        scene.gate.on_over("s0", scene.now)
+    scene.gate.on_close("s0", scene.now)
+    assert scene.settle() == ["a"]
+    assert scene.gate.counts == {"admitted": 5, "queued": 1, "rejected": 1, "expired": 1, "gave_up": 1}

@@ -14,6 +14,7 @@ import pytest
 import pytest_asyncio
 from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
+from test_metrics import parsed
 
 from e2e.harness import PATIENCE_S, Served, serve
 from e2e.tiny_models import llama
@@ -281,3 +282,112 @@ async def test_queue_holds_both_until_there_is_room(crowded: tuple[Served, str, 
     async with asyncio.timeout(PATIENCE_S):
         answers = [answer for pair in await asyncio.gather(*waiting) for answer in pair]
     assert [answer.http_response.status_code for answer in answers] == [200] * 4
+
+
+async def test_the_sdks_come_again_by_themselves(crowded: tuple[Served, str, str]) -> None:
+    """ADM-8: with the retries that they have by default, a refusal costs a wait, and no error."""
+    served, pool, held = crowded
+    await enforce(served, pool, mode="enforced")
+    chat = AsyncOpenAI(base_url=served.http.base + "/v1", api_key="none", max_retries=10)
+    messages = AsyncAnthropic(base_url=served.http.base, api_key="none", max_retries=10)
+    one = asyncio.ensure_future(
+        chat.chat.completions.create(
+            model="any", messages=MESSAGES, max_tokens=8, extra_body={"pool_id": pool}
+        )
+    )
+    other = asyncio.ensure_future(
+        messages.messages.create(model="any", messages=MESSAGES, max_tokens=8, extra_body={"pool_id": pool})
+    )
+
+    async def refused() -> int:
+        found = parsed((await served.http.get("/metrics", headers=KEY)).body)
+        return int(found["opencoti_polykv:sessions_total", ("outcome", "rejected")])
+
+    before = await refused()
+
+    async def both_were_refused() -> bool:
+        return await refused() >= before + 2
+
+    await served.until(both_were_refused)
+    assert not one.done()
+    assert not other.done()
+    await served.http("DELETE", f"/polykv/pools/{held}", headers=KEY)
+    async with asyncio.timeout(PATIENCE_S):
+        assert (await one).choices[0].finish_reason == "length"
+        assert (await other).stop_reason == "max_tokens"
+
+
+# -- the floor --------------------------------------------------------------------------------------------
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def real(tmp_path_factory: Any, patched: Path, smollm: Path) -> AsyncIterator[Served]:
+    """The built-in model, which takes long enough over an answer for others to come in the meantime."""
+    sizes = ("--parallel", "4", "--ctx-size", "8192", "--max-pools", "2")
+    async with serve(tmp_path_factory.mktemp("real"), *sizes) as proxy:
+        yield proxy
+
+
+def turn(pool: str, session: str, tokens: int, **more: Any) -> dict[str, Any]:
+    """A turn of a session."""
+    return {
+        "messages": MESSAGES,
+        "max_tokens": tokens,
+        "ignore_eos": True,
+        "pool_id": pool,
+        "session_id": session,
+        **more,
+    }
+
+
+async def test_a_floor_that_one_more_would_break_is_kept(real: Served) -> None:
+    """ADM-1, 3, 4, 5, 7: measured, not guessed; those inside go on, newcomers are told why they cannot."""
+    await real.clear()
+    pool = (await real.http.post("/polykv/pools", {"prompt": "The river is long. " * 12}, KEY)).json[
+        "pool_id"
+    ]
+    capacity = f"/polykv/pools/{pool}/capacity"
+    idle = (await real.http.get(capacity, headers=KEY)).json
+    assert (idle["can_admit"], idle["projected_mean_tps_if_admitted"]) == (True, None)
+    chat = "/v1/chat/completions"
+    early = await real.http.post(chat, turn(pool, "early", 4), KEY)
+    await enforce(real, pool, mode="enforced", target_tps_per_session=0.01, kv_headroom_ratio=0.0)
+    inside = asyncio.ensure_future(real.http.post(chat, turn(pool, "inside", 250), KEY))
+
+    async def measured() -> bool:
+        return (await real.http.get(capacity, headers=KEY)).json["mean_active_tps"] is not None
+
+    await real.until(measured)
+    assert (await real.http.post(chat, turn(pool, "modest", 4), KEY)).status == 200
+    await enforce(real, pool, mode="enforced", target_tps_per_session=1000.0, kv_headroom_ratio=0.0)
+    seen = (await real.http.get(capacity, headers=KEY)).json
+    assert (seen["can_admit"], seen["n_active_sessions"]) == (False, 1), seen
+    assert seen["reason"] == "projected tps below floor"
+    assert 0 < seen["projected_mean_tps_if_admitted"] < seen["mean_active_tps"] < 1000
+    sdk, messages = clients(real)
+    with pytest.raises(openai.RateLimitError) as one:
+        await sdk.chat.completions.create(
+            model="any", messages=MESSAGES, max_tokens=8, extra_body={"pool_id": pool}
+        )
+    with pytest.raises(anthropic.RateLimitError) as other:
+        await messages.messages.create(
+            model="any", messages=MESSAGES, max_tokens=8, extra_body={"pool_id": pool}
+        )
+    for caught in (one.value, other.value):
+        error = caught.response.json()["error"]
+        assert (error["type"], error["arm"]) == ("pool_saturated", "tps")
+        assert error["capacity"]["projected_mean_tps_if_admitted"] < 1000
+    assert not inside.done(), "it was to be at work all the time"
+    said = [*MESSAGES, early.json["choices"][0]["message"], {"role": "user", "content": "Go on."}]
+    next_turn = await real.http.post(chat, turn(pool, "early", 4, messages=said), KEY)
+    assert next_turn.status == 200, "who is inside is never refused"
+    assert (await inside).json["usage"]["completion_tokens"] == 250
+
+
+async def test_who_says_how_much_it_needs_is_told_whether_that_fits(real: Served) -> None:
+    """ADM-4: the context arm, of a question and of a session that comes."""
+    await real.clear()
+    for tokens, fits in ((100, True), (100_000, False)):
+        found = (await real.http.get(f"/polykv/capacity?expected_tokens={tokens}")).json
+        assert found["can_admit"] is fits
+        assert (found["reason"] == "context headroom exhausted") is not fits
