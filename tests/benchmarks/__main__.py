@@ -3,6 +3,6 @@
 import subprocess
 import sys
 
-for name in ("fanout", "relay", "matching", "status", "rates", "leaving", "admission"):
+for name in ("fanout", "relay", "matching", "status", "rates", "leaving", "admission", "ramp"):
     print(f"== {name}", flush=True)
     subprocess.run([sys.executable, "-m", f"tests.benchmarks.{name}"], check=True)
