@@ -244,6 +244,7 @@ def _complete(engine: E, settings: Settings, key: str) -> E:
 
     if engine.url is not None:
         return engine
+    _check_arguments(engine)
     for name, file in (("model", engine.model), ("binary", engine.binary)):
         # the supervisor would wait for it to appear; at a start it is a typing error
         if file is not None and not file.is_file():
@@ -255,6 +256,14 @@ def _complete(engine: E, settings: Settings, key: str) -> E:
         if engine.binary is None:
             chosen["binary"] = build.ensure(settings.cache_path).binary
     return engine.model_copy(update=chosen)
+
+
+def _check_arguments(engine: EngineSettings) -> None:
+    """Say what cannot work before minutes are spent on building for it."""
+    from polykv_proxy.engine import profile  # noqa: PLC0415
+
+    if engine.url is None:
+        profile.check(engine.parallel, 0 if engine.stock else engine.max_pools, engine.args)
 
 
 def _engine_build(args: argparse.Namespace) -> int:
@@ -293,7 +302,10 @@ def _engine_check(args: argparse.Namespace) -> int:
 def _config_show(args: argparse.Namespace) -> int:
     from polykv_proxy import config  # noqa: PLC0415
 
-    print(config.shown(_settings(args)), end="")
+    settings = _settings(args)
+    for engine in settings.engines or (settings.engine,):
+        _check_arguments(engine)
+    print(config.shown(settings), end="")
     return 0
 
 

@@ -364,17 +364,18 @@ def load(file: Path | None = None, overrides: Mapping[str, Any] | None = None) -
 
     Raises:
         ConfigError: a source cannot be read, or a key is unknown or has a value that cannot work. One
-            line, starting with the key path.
+            line with the key path, behind the file if that has the key.
     """
     _refuse_unknown_variables()
     if file is None and os.environ.get(ENV_CONFIG_FILE):
         file = Path(os.environ[ENV_CONFIG_FILE])
-    values = {} if file is None else read_yaml(file)
+    written = {} if file is None else read_yaml(file)
     try:
-        values = _merged(values, EnvSettingsSource(Settings)())
+        values = _merged(written, EnvSettingsSource(Settings)())
         settings = Settings(**_merged(values, overrides or {}))
     except ValidationError as error:
-        raise ConfigError(one_line(error)) from None
+        where = f"{file}: " if any(_has(written, each["loc"]) for each in error.errors()) else ""
+        raise ConfigError(where + one_line(error)) from None
     except SettingsError as error:
         raise ConfigError(f"environment: {error}; lists and mappings are written as JSON") from None
     if settings.engine.api_key is None and os.environ.get("LLAMA_API_KEY"):
@@ -448,6 +449,18 @@ def _merged(beneath: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, A
         else:
             both[key] = value
     return both
+
+
+def _has(values: Mapping[str, Any], path: tuple[int | str, ...]) -> bool:
+    """Whether a mapping has the key that an error is about, or the list that it stands in."""
+    found: Any = values
+    for part in path:
+        if isinstance(found, list):
+            return True
+        if not isinstance(found, dict) or part not in found:
+            return False
+        found = found[part]
+    return bool(path)
 
 
 def read_yaml(file: Path) -> dict[str, Any]:

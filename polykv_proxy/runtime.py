@@ -177,6 +177,14 @@ class Runtime:
         """The engine's load that the plane knows; empty before the first."""
         return "" if self.plane.facts is None else self.plane.facts.epoch
 
+    def unavailable(self) -> UnavailableError:
+        """Why nothing can be sent now: the engine loads, or is down."""
+        status = self.status
+        if status is None or status.state is not EngineState.DOWN:
+            return UnavailableError("Loading model", code="engine_loading", retry_after_s=2)
+        reason = "it does not answer" if status.reason is None else status.reason
+        return UnavailableError(f"the engine is down: {reason}", code="engine_down", retry_after_s=5)
+
     # -- the engine's life -------------------------------------------------------------------------------
 
     def on_engine_status(self, status: EngineStatus) -> None:

@@ -196,6 +196,22 @@ def test_config_show(run, monkeypatch):
     assert "s3cret" not in out
 
 
+def test_arguments_that_cannot_work_are_refused_before_anything_is_built(run, calls):
+    """By serve and by config show alike."""
+    bad = ("--engine-arg", "--cache-idle-slots")
+    status, _, told = run("serve", *bad)
+    assert (status, calls) == (2, [])
+    assert "engine.args: --cache-idle-slots cannot be used" in told
+
+
+def test_config_show_says_what_cannot_work(run, monkeypatch):
+    """An operator who looks at the configuration should not learn it at the start."""
+    monkeypatch.setenv("POLYKV_ENGINE__ARGS", '["--no-kv-unified"]')
+    status, shown, told = run("config", "show")
+    assert (status, shown) == (2, "")
+    assert "--no-kv-unified cannot be used" in told
+
+
 @pytest.mark.parametrize(
     "argv",
     [

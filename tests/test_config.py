@@ -142,9 +142,18 @@ def test_what_cannot_work_is_refused_with_the_key(write, text, message):
 
 def test_several_problems_are_told_at_once(write):
     """Nobody should have to start a proxy five times to find five typos."""
+    file = write("x: 1\nqueue: {y: 2}")
     with pytest.raises(ConfigError) as caught:
-        config.load(write("x: 1\nqueue: {y: 2}"))
-    assert caught.value.message == "queue.y: unknown key; x: unknown key"
+        config.load(file)
+    assert caught.value.message == f"{file}: queue.y: unknown key; x: unknown key"
+
+
+def test_a_problem_of_the_environment_is_not_blamed_on_the_file(write, monkeypatch):
+    """The file is named where it has the key."""
+    monkeypatch.setenv("POLYKV_ENGINE__PARALLEL", "many")
+    with pytest.raises(ConfigError) as caught:
+        config.load(write("queue: {max_wait_s: 3}"))
+    assert caught.value.message.startswith("engine.parallel: ")
 
 
 def test_missing_file_is_refused(tmp_path):

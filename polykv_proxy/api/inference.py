@@ -33,7 +33,7 @@ from polykv_proxy.core.slots import Content
 from polykv_proxy.core.types import PoolId
 from polykv_proxy.edge.head import HOP_BY_HOP
 from polykv_proxy.edge.relay import RelayResult, relay, relay_into_open_stream
-from polykv_proxy.errors import EngineGoneError, NoRoomError, PolyKVError, SaturatedError, UnavailableError
+from polykv_proxy.errors import EngineGoneError, NoRoomError, PolyKVError, SaturatedError
 
 if TYPE_CHECKING:
     from polykv_proxy.api.advice import Advice
@@ -234,7 +234,7 @@ class Inference:
 
     def _waited_too_long(self) -> Exception:
         if not self._runtime.plane.serving:
-            return UnavailableError("the engine is not ready", code="engine_loading", retry_after_s=5)
+            return self._runtime.unavailable()
         waited = self._settings.queue.max_wait_s
         return SaturatedError(
             f"no slot became free within {waited:g} s", code="queue_timeout", retry_after_s=5

@@ -48,8 +48,13 @@ class Merged:
         self._fleet = fleet
 
     async def loading(self, exchange: Exchange) -> None:
-        """``GET /health`` while no engine serves: what the engine itself says while it loads."""
-        await exchange.respond(503, [*_JSON, (b"Retry-After", b"2")], _LOADING)
+        """``GET /health`` while no engine serves: what the engine itself says while it loads, or why not."""
+        reasons = [engine.runtime.unavailable() for engine in self._fleet]
+        body = _LOADING
+        if all(reason.code != "engine_loading" for reason in reasons):
+            told = {"message": reasons[0].message, "type": "unavailable_error", "code": 503}
+            body = msgspec.json.encode({"error": told})
+        await exchange.respond(503, [*_JSON, (b"Retry-After", b"2")], body)
 
     async def health(self, exchange: Exchange) -> None:
         """``GET /health`` of several engines, of which one at least serves."""

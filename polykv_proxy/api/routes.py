@@ -27,7 +27,7 @@ from polykv_proxy.core.slots import Ask
 from polykv_proxy.core.types import SlotId
 from polykv_proxy.edge.head import error_envelope
 from polykv_proxy.edge.relay import relay
-from polykv_proxy.errors import BadRequestError, NotFoundError, UnavailableError
+from polykv_proxy.errors import BadRequestError, NotFoundError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -210,7 +210,7 @@ class Routes:
             async with asyncio.timeout(self._hold_s):
                 await engine.runtime.serving.wait()
         except TimeoutError:
-            raise UnavailableError("Loading model", code="engine_loading", retry_after_s=2) from None
+            raise engine.runtime.unavailable() from None
 
     @staticmethod
     async def _pass(

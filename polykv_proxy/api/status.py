@@ -96,7 +96,7 @@ class Status:
         body = await exchange.read_body(DOCUMENT_BYTES)
         action = parse_qs(exchange.head.query).get("action", [""])[0]
         if not self._runtime.plane.serving:
-            raise UnavailableError("the engine is not ready", code="engine_loading", retry_after_s=2)
+            raise self._runtime.unavailable()
         if slot >= len(self._runtime.plane.board.slots):
             raise BadRequestError(f"there is no slot {slot}", code="no_such_slot", param="id_slot")
         pending = self._runtime.request(Ask(scope=Scope(""), only=slot), conversation=False)

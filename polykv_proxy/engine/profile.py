@@ -129,19 +129,11 @@ class LaunchProfile:
         return tuple(found)
 
     def _check(self) -> None:
-        if self.parallel + self.max_pools > MAX_SEQUENCES:
-            raise ConfigError(
-                f"engine.max_pools: {self.parallel} slots and {self.max_pools} pools need more than the "
-                f"{MAX_SEQUENCES} sequence ids of one llama.cpp context"
-            )
+        check(self.parallel, self.max_pools, self.extra)
         if self.socket.suffix != ".sock" or "," in str(self.socket):
             raise ConfigError(
                 f"runtime_dir: the socket path {self.socket} must end in .sock and hold no comma"
             )
-        for option, value in _options(self.extra):
-            reason = _why_refused(option, value, pools=self.max_pools > 0)
-            if reason:
-                raise ConfigError(f"engine.args: {option} cannot be used: {reason}")
 
     def _pools(self) -> tuple[str, ...]:
         if not self.max_pools:
@@ -167,6 +159,28 @@ class LaunchProfile:
         return any(
             option in _GPU_OPTIONS and value not in _NO_GPU_VALUES for option, value in _options(self.extra)
         )
+
+
+def check(parallel: int, max_pools: int, extra: Sequence[str]) -> None:
+    """Refuse sizes and arguments that cannot work, before anything is fetched or built for them.
+
+    Args:
+        parallel: slots.
+        max_pools: prefix pools.
+        extra: arguments of the user.
+
+    Raises:
+        ConfigError: names what cannot work, and why.
+    """
+    if parallel + max_pools > MAX_SEQUENCES:
+        raise ConfigError(
+            f"engine.max_pools: {parallel} slots and {max_pools} pools need more than the "
+            f"{MAX_SEQUENCES} sequence ids of one llama.cpp context"
+        )
+    for option, value in _options(extra):
+        reason = _why_refused(option, value, pools=max_pools > 0)
+        if reason:
+            raise ConfigError(f"engine.args: {option} cannot be used: {reason}")
 
 
 def child_environment(

@@ -217,6 +217,10 @@ class Rig:
         """The supervisor reports that there is no engine, of several the first."""
         self.runtime.on_engine_status(EngineStatus(state=EngineState.DOWN, reason="test"))
 
+    def loading(self) -> None:
+        """The supervisor reports that the first engine is not ready yet."""
+        self.runtime.on_engine_status(EngineStatus(state=EngineState.LOADING))
+
     async def up(self) -> None:
         """The supervisors report their engines; returns when requests can be sent to all."""
         for engine in self.fleet:

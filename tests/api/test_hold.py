@@ -163,7 +163,7 @@ async def test_without_an_engine_it_is_503(proxies, pool):
     rig = await proxies(queue=HASTY)
     rig.down()
     answer = await rig.ask(CHAT, chat("hi", stream=True) | pool)
-    assert (answer.status, answer.error["code"]) == (503, "engine_loading")
+    assert (answer.status, answer.error["code"]) == (503, "engine_down")
     assert int(answer.headers["Retry-After"]) >= 1
 
 

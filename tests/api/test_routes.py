@@ -80,11 +80,13 @@ async def test_everything_else_passes_through(rig):
 
 
 async def test_what_passes_through_waits_for_an_engine_a_while(rig):
-    """Then 503 in the engine's words; /props too."""
-    rig.down()
+    """Then 503 in the engine's words; /props too. One that is down is said to be."""
+    rig.loading()
     for path in ("/v1/models", "/props"):
         answer = await rig.ask(path)
         assert (answer.status, answer.error["message"]) == (503, "Loading model")
+    rig.down()
+    assert (await rig.ask("/props")).error["message"] == "the engine is down: test"
 
 
 async def test_one_that_waits_is_served_by_the_engine_that_comes(proxies):

@@ -12,11 +12,14 @@ from polykv_proxy.api import status, views
 
 @pytest.mark.parametrize("path", ["/health", "/v1/health"])
 async def test_health_is_the_engines(rig, path):
-    """While one serves it answers itself; else the client gets word by word what one says while it loads."""
+    """While one serves it answers itself; while it loads the client gets its words; else why it is down."""
     answer = await rig.ask(path)
     assert (answer.status, answer.json) == (200, {"status": "ok"})
     assert len(rig.engine.of(path)) == 1
     rig.down()
+    answer = await rig.ask(path)
+    assert (answer.status, answer.error["message"]) == (503, "the engine is down: test")
+    rig.loading()
     answer = await rig.ask(path)
     assert answer.status == 503
     assert answer.error == {"message": "Loading model", "type": "unavailable_error", "code": 503}
@@ -216,7 +219,7 @@ async def test_without_an_engine_there_is_no_slot(rig):
     """503, and nothing is waited for."""
     rig.down()
     answer = await rig.ask("/slots/0?action=erase", {})
-    assert (answer.status, answer.error["code"]) == (503, "engine_loading")
+    assert (answer.status, answer.error["code"]) == (503, "engine_down")
 
 
 async def test_an_action_that_fails_gives_the_slot_back(rig):
