@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import signal
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -60,6 +61,9 @@ log = structlog.get_logger(__name__)
 
 POOL_HOLD_S = 60.0
 """How long the creation of a pool waits for an engine that is starting."""
+
+GC_THRESHOLDS = (50_000, 20, 100)
+"""Objects made until the youngest generation is looked through; rounds of that until the older ones are."""
 
 PASS_THROUGH_HOLD_S = 10.0
 """How long a request that needs no slot waits for an engine that is starting."""
@@ -356,6 +360,17 @@ def run(settings: Settings) -> int:
     return uvloop.run(_serve(settings))
 
 
+def quieten_collector() -> None:
+    """Make Python's garbage collector look seldom, for the life of this process.
+
+    A request makes thousands of objects and next to no cycles; with the defaults an eighth of its CPU time
+    went into looking for them among everything that is there since the start.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*GC_THRESHOLDS)
+
+
 async def _serve(settings: Settings) -> int:
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
@@ -371,6 +386,7 @@ async def _serve(settings: Settings) -> int:
     with contextlib.suppress(asyncio.CancelledError):
         async with Proxy(settings) as proxy:
             loop.add_signal_handler(signal.SIGHUP, proxy.reload_policies)
+            quieten_collector()
             ends = [loop.create_task(event.wait()) for event in (stop, proxy.hopeless)]
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             for end in ends:

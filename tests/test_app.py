@@ -1,6 +1,7 @@
 """Claims about ``app``: the parts are joined, start in order and stop in order."""
 
 import asyncio
+import gc
 import json
 import signal
 from dataclasses import asdict
@@ -12,7 +13,7 @@ from api.rig import CHAT, chat, until
 from fake_polykv import FakePolykv
 
 from polykv_proxy import app
-from polykv_proxy.app import Proxy
+from polykv_proxy.app import GC_THRESHOLDS, Proxy, quieten_collector
 from polykv_proxy.config import Settings, TelemetrySettings
 from polykv_proxy.engine import build
 from polykv_proxy.engine.build import Manifest
@@ -176,3 +177,15 @@ async def test_an_engine_that_works_keeps_the_proxy_alive(engine, tmp_path):
         await until(lambda: proxy.fleet[0].runtime.status and proxy.fleet[0].runtime.status.hopeless)
         await until(proxy.fleet[1].runtime.serving.is_set)
         assert not proxy.hopeless.is_set()
+
+
+def test_the_collector_looks_seldom():
+    """What is there at the start is out of its sight, and requests do not wake it."""
+    before = gc.get_threshold()
+    try:
+        quieten_collector()
+        assert gc.get_threshold() == GC_THRESHOLDS
+        assert gc.get_freeze_count() > 1000
+    finally:
+        gc.unfreeze()
+        gc.set_threshold(*before)

@@ -184,7 +184,7 @@ async def run_edge(args) -> None:
 
 async def run_proxy(args) -> None:
     """The product: routes, control plane, slots and all, attached to the stand-in."""
-    from polykv_proxy.app import Proxy  # noqa: PLC0415
+    from polykv_proxy.app import Proxy, quieten_collector  # noqa: PLC0415
     from polykv_proxy.config import EngineSettings, Settings  # noqa: PLC0415
     from polykv_proxy.telemetry import configure_logging  # noqa: PLC0415
 
@@ -196,6 +196,7 @@ async def run_proxy(args) -> None:
     configure_logging(settings.log.model_copy(update={"level": "warning"}))
     async with Proxy(settings) as proxy:
         await proxy.fleet.first.runtime.serving.wait()
+        quieten_collector()  # as the command does
         await asyncio.Event().wait()
 
 
