@@ -66,6 +66,15 @@ async def test_pool_tree_tutorial(patched: Path, smollm: Path, tmp_path: Path) -
             assert await run(command, served) == printed
 
 
+@pytest.mark.parametrize("page", ["how-to/find-out-why-it-prefilled.md", "how-to/keep-a-floor.md"])
+async def test_how_to(page: str, patched: Path, smollm: Path, tmp_path: Path) -> None:
+    """Every command of these pages prints what they say, on a proxy without options."""
+    step = re.compile(r"^```sh\n(.*?)^```\n(?:\n```\n(.*?)^```$)?", re.MULTILINE | re.DOTALL)
+    async with serve(tmp_path) as served:
+        for command, printed in step.findall((DOCS / page).read_text()):
+            assert await run(f"cd {ROOT}\n{command}", served) == printed
+
+
 def test_links_between_documents_lead_somewhere() -> None:
     """No document points at a file that is not there."""
     pages = [*DOCS.rglob("*.md"), ROOT / "README.md", ROOT / "engine_patch" / "README.md"]
