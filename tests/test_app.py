@@ -3,7 +3,9 @@
 import asyncio
 import gc
 import json
+import os
 import signal
+import sys
 from dataclasses import asdict
 
 import aiohttp
@@ -189,3 +191,65 @@ def test_the_collector_looks_seldom():
     finally:
         gc.unfreeze()
         gc.set_threshold(*before)
+
+
+async def test_policies_are_read_again_and_a_bad_file_changes_nothing(engine, tmp_path, monkeypatch):
+    """By a signal at once, and by itself when the file changes; the log says why one is refused."""
+    monkeypatch.setattr(app, "POLICY_POLL_S", 0.05)
+    file = tmp_path / "policies.yaml"
+    file.write_text("default: {target_tps_per_session: 5}")
+    given = Settings(listen="127.0.0.1:0", engine={"url": engine.address}, policy_file=file)
+    with structlog.testing.capture_logs() as logs:
+        async with Proxy(given) as proxy:
+            runtime = proxy.fleet.first.runtime
+            await until(runtime.serving.is_set)
+
+            def floor():
+                return runtime.gatekeeper.policy(None).target_tps_per_session
+
+            assert floor() == 5
+            file.write_text("default: {target_tps_per_session: 7}")
+            proxy.reload_policies()
+            assert floor() == 7
+            file.write_text("default: {target_tps_per_session: -1}")
+            await until(lambda: any(entry["event"] == "policy_refused" for entry in logs))
+            assert floor() == 7
+            file.write_text("default: {target_tps_per_session: 123}")
+            await until(lambda: floor() == 123)
+    refused = [entry["reason"] for entry in logs if entry["event"] == "policy_refused"]
+    assert len(refused) == 1
+    assert "target_tps_per_session" in refused[0]
+
+
+async def test_sighup_reads_the_policies_again(engine, tmp_path):
+    """The command's own signal handler, on a proxy in a process of its own."""
+    file = tmp_path / "policies.yaml"
+    file.write_text("default: {target_tps_per_session: 5}")
+    command = (sys.executable, "-m", "polykv_proxy", "serve", "--listen", "127.0.0.1:0")
+    environment = {**os.environ, "POLYKV_POLICY_FILE": str(file), "POLYKV_LOG__FORMAT": "json"}
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        "--engine-url",
+        engine.address,
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
+        env=environment,
+    )
+    assert process.stderr is not None
+
+    async def told(event):
+        async with asyncio.timeout(60.0):
+            async for line in process.stderr:
+                if json.loads(line)["event"] == event:
+                    return
+        raise AssertionError(f"it ended without {event}")
+
+    try:
+        await told("engine_ready")
+        file.write_text("default: {target_tps_per_session: 6}")
+        process.send_signal(signal.SIGHUP)
+        await told("policy_changed")
+        assert process.returncode is None
+    finally:
+        process.terminate()
+        await process.wait()
