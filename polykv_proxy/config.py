@@ -182,6 +182,9 @@ class PoolSettings(_Section):
     grace_s: Seconds = 60.0
     """Seconds that a pool which came by itself stays after its last use before it may make room."""
 
+    orphan_ttl_s: PositiveSeconds | None = None
+    """Seconds after which a pinned pool is released that no session and no child uses. Unset: never."""
+
     mask_billing_header: bool = False
     """Replace the changing values of the billing header that Claude Code puts before its system prompt by
     constants, so that what follows can be shared. Nothing else in a body changes; answers report it."""

@@ -97,6 +97,7 @@ class Metrics:
         self.queries: Counter[str] = Counter({NO_POOL: 0})
         self.hits: Counter[str] = Counter({NO_POOL: 0})
         self.saved: Counter[str] = Counter({NO_POOL: 0})
+        self.orphans_released = 0
         self.restarts = 0
         self.stale_samples = 0
         self.ttft = Distribution(TTFT_BOUNDS_S)
@@ -150,6 +151,10 @@ class Metrics:
     def on_restart(self) -> None:
         """The engine came back with nothing in its memory."""
         self.restarts += 1
+
+    def on_orphan_released(self) -> None:
+        """A pin that nobody used was given up."""
+        self.orphans_released += 1
 
     def on_stale_sample(self) -> None:
         """The engine serves, and did not tell its counters when it was asked."""
@@ -289,6 +294,10 @@ _ALL = (
         _COUNTER,
         "Looks that the engine left unanswered.",
         lambda x: x.counts.stale_samples,
+    ),
+    _Series("orphaned_pins", _GAUGE, "Pools pinned for nobody.", lambda x: len(x.plane.orphans())),
+    _Series(
+        "orphans_released_total", _COUNTER, "Orphaned pins given up.", lambda x: x.counts.orphans_released
     ),
     _Series("overflow_total", _COUNTER, "Contexts that hit a wall.", lambda x: x.counts.overflows, "class"),
 )

@@ -6,7 +6,7 @@ chunk if there is one, else into the chunk with the finish reason; into a plain 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -22,6 +22,10 @@ EVENT_LIMIT_BYTES = 64 * 1024 * 1024
 """An event beyond this is passed on unread; the last event of ``/completion`` repeats the prompt."""
 
 
+_CUT = frozenset({"limit", "length", "max_tokens"})
+"""What the APIs call an answer that ended for its length."""
+
+
 @dataclass(frozen=True, slots=True)
 class Usage:
     """What the engine says a request took; None where it does not say."""
@@ -31,6 +35,10 @@ class Usage:
     generated_tokens: int | None = None
     decode_s: float | None = None
     """Seconds from the first generated token to the last."""
+    truncated: bool | None = None
+    """The engine's own word for an answer, or its prompt, that was cut at a wall; few APIs carry it."""
+    cut: bool | None = None
+    """Whether the answer ended for its length, whatever set that."""
 
     @property
     def context_tokens(self) -> int | None:
@@ -46,7 +54,48 @@ class Usage:
             self.cached_tokens if later.cached_tokens is None else later.cached_tokens,
             self.generated_tokens if later.generated_tokens is None else later.generated_tokens,
             self.decode_s if later.decode_s is None else later.decode_s,
+            self.truncated if later.truncated is None else later.truncated,
+            self.cut if later.cut is None else later.cut,
         )
+
+    def hit_wall(self, ctx_tokens: int | None, max_tokens: int | None) -> bool:
+        """Whether the conversation came to the end of its context, or of the cells that there were for it.
+
+        1. The engine says that it was cut.
+        2. It fills its window: not one token more fits.
+        3. It ended for its length, and had not come to the length that its client allows.
+
+        Args:
+            ctx_tokens: the window; None if it is not known.
+            max_tokens: of an answer; None where nobody set a bound, or something else may have ended it.
+        """
+        used, generated = self.context_tokens, self.generated_tokens
+        if self.truncated:
+            return True  # 1
+        if used is not None and ctx_tokens is not None and used + 1 >= ctx_tokens:
+            return True  # 2
+        return bool(self.cut) and max_tokens is not None and generated is not None and generated < max_tokens
+
+
+def read_answer(document: dict[str, Any]) -> Usage:
+    """Usage in an answer or event of any dialect, and whether it was cut."""
+    truncated = document.get("truncated")
+    return replace(
+        read_usage(document),
+        truncated=truncated if isinstance(truncated, bool) else None,
+        cut=_was_cut(document),
+    )
+
+
+def _was_cut(document: dict[str, Any]) -> bool | None:
+    """Whether an answer ended for its length; None where it does not say why it ended."""
+    choices = document.get("choices") or ()
+    delta = document.get("delta")
+    reasons = [document.get("stop_type"), document.get("stop_reason")]
+    reasons += [choice.get("finish_reason") for choice in choices]
+    reasons += [delta.get("stop_reason")] if isinstance(delta, dict) else []
+    said = [reason for reason in reasons if reason is not None]
+    return any(reason in _CUT for reason in said) if said else None
 
 
 def read_usage(document: dict[str, Any]) -> Usage:
@@ -160,7 +209,7 @@ class AnswerReader:
         document = decoded(rest)
         if document is None or "error" in document:
             return rest
-        self.usage = read_usage(document)
+        self.usage = read_answer(document)
         self._done = True
         return rest if self._block is None else insert_member(rest, "opencoti", self._block(self.usage))
 
@@ -185,7 +234,7 @@ class AnswerReader:
         document = decoded(event[start:])
         if document is None or "error" in document:
             return event
-        self.usage = self.usage.updated(read_usage(document))
+        self.usage = self.usage.updated(read_answer(document))
         if not self._is_last(document):
             return event
         self._done = True

@@ -123,6 +123,11 @@ class Asked:
     raw_model: bytes | None = None
 
     @property
+    def only_bound(self) -> int | None:
+        """``max_tokens``, where nothing else that was asked for cuts an answer."""
+        return None if b'"t_max_predict_ms"' in self.body else self.max_tokens
+
+    @property
     def model(self) -> str | None:
         """The model that it names."""
         try:

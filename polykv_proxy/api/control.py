@@ -288,10 +288,11 @@ class ControlApi:
         return tokens
 
     async def list_pools(self, request: web.Request) -> web.Response:
-        """``GET /polykv/pools``: every pool, and where all used cells are."""
+        """``GET /polykv/pools``: pools, with ``?orphans=1`` orphaned pins, and where all used cells are."""
+        orphans = _flag(request, "orphans")
         self._fleet.require_pools()
         await self._fleet.sample()
-        listing = views.pools(self._fleet.planes, self.sees(request))
+        listing = views.pools(self._fleet.planes, self.sees(request), orphans=orphans)
         for part, engine in zip(listing["engines"], self._fleet, strict=True):
             part.update(engine.runtime.backend.listing())
         return json_reply(listing)
@@ -305,8 +306,9 @@ class ControlApi:
 
     async def pin_pool(self, request: web.Request) -> web.Response:
         """``POST /polykv/pools/{id}/pin`` and ``/unpin``; idempotent."""
-        _, pool = self._pool(request)
+        engine, pool = self._pool(request)
         pool.pinned = request.path.endswith("/pin")
+        pool.last_access_ts = engine.runtime.now_ts()  # somebody wants it, or did until now
         return json_reply({"pool_id": pool.pool_id, "pinned": pool.pinned})
 
     async def evict_pool(self, request: web.Request) -> web.Response:

@@ -135,7 +135,7 @@ class Reporting:
             block["id_slot_ignored"] = True
         if work.asked.masked:
             block["billing_header_masked"] = True
-        if used is not None and facts is not None and used + 1 >= facts.ctx_tokens:
+        if usage.hit_wall(total, work.asked.only_bound):
             block["context_full"] = True
         if odd := judge(work.asked.body, work.family.dialect):
             block["lint"] = odd

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from polykv_proxy import __version__
 from polykv_proxy.core.experience import compaction_pressure, context_of, headroom, pressure
-from polykv_proxy.core.keeping import is_held, last_use, riding
+from polykv_proxy.core.keeping import holds_otherwise, is_held, is_orphan, last_use, resting, riding
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -23,7 +23,9 @@ FEATURES = ("polykv_pools_v1", "polykv_fork_v1", "polykv_snapshot_v1", "polykv_a
 """Named features; clients branch on these, never on versions."""
 
 
-def pools(planes: Mapping[str, ControlPlane], scope: Scope | None) -> dict[str, Any]:
+def pools(
+    planes: Mapping[str, ControlPlane], scope: Scope | None, *, orphans: bool = False
+) -> dict[str, Any]:
     """Every pool that ``scope`` may see (None: all), and how all used cells are accounted for.
 
     Used cells are the own cells of the pools and of those that drain, the private cells of the sessions
@@ -33,12 +35,13 @@ def pools(planes: Mapping[str, ControlPlane], scope: Scope | None) -> dict[str, 
     Args:
         planes: the engines' states by the engines' names.
         scope: whose eyes.
+        orphans: list only pools that are pinned for nobody; every figure stays that of all.
     """
     parts = [_engine_pools(name, plane, scope) for name, plane in planes.items()]
     lists = ("pools", "unpooled", "draining")
     sums = [key for key in parts[0] if key not in lists and key not in ("engine", "tree_depth")]
     return {
-        "pools": [each for part in parts for each in part["pools"]],
+        "pools": [each for part in parts for each in part["pools"] if each["orphaned_pin"] or not orphans],
         "tree_depth": max(part["tree_depth"] for part in parts),
         **{key: _sum(part[key] for part in parts) for key in sums},
         "unpooled": [each for part in parts for each in part["unpooled"]],
@@ -121,7 +124,7 @@ def pool_view(engine: str, plane: ControlPlane, pool: PrefixPool) -> dict[str, A
         for session in plane.sessions
         if session.pool == pool.pool_id and session.slot is not None
     ]
-    slots = sorted({*riders, *(slot for slot in coming if not _elsewhere(plane, slot))})
+    slots = sorted({*riders, *(slot for slot in coming if not holds_otherwise(plane.ownership, slot))})
     parent, branch_pos = pool.edge
     held = is_held(pool, riding(plane.sample)) or bool(slots)
     ends = None if pool.ttl_s is None or pool.pinned or held else last_use(pool) + pool.ttl_s
@@ -141,7 +144,8 @@ def pool_view(engine: str, plane: ControlPlane, pool: PrefixPool) -> dict[str, A
         "pinned_by_descendants": held,
         "ttl_s": pool.ttl_s,
         "expires_ts": ends,
-        "orphaned_pin": pool.pinned and not slots and not children,
+        "orphaned_pin": pool.pinned
+        and is_orphan(pool, riding(plane.sample), resting(plane.sessions, plane.ownership)),
         "origin": pool.origin.value,
         "created_at": pool.created_ts,
         "last_access_ts": pool.last_access_ts,
@@ -184,12 +188,6 @@ def properties(plane: ControlPlane, patch: str | None = None) -> dict[str, Any]:
         "attach_shortfall_total": plane.pools.shortfalls,
         "policy": {"pools": asdict(plane.policy)},
     }
-
-
-def _elsewhere(plane: ControlPlane, slot: SlotId) -> bool:
-    """Whether the engine was seen to hold something else in this slot: another pool's cells, or nobody's."""
-    owned = plane.ownership
-    return owned is not None and (slot in owned.suffix or any(slot == one.slot for one in owned.unpooled))
 
 
 def _rider(plane: ControlPlane, slot: SlotId, scope: Scope | None) -> dict[str, Any]:

@@ -146,5 +146,7 @@ class PoolPolicy:
     """Share of the pools' sequence ids that pools which came by themselves may take, 0 to 1."""
     grace_s: float = 60.0
     """Seconds that a pool which came by itself stays after its last use before it may make room."""
+    orphan_ttl_s: float | None = None
+    """Seconds after which a pin that nobody uses is given up, and its pool released; None: never."""
     mask_billing_header: bool = False
     """The changing values of a billing header become constants before the engine sees them."""

@@ -94,7 +94,9 @@ class Experience:
 def context_of(session: Session, sample: EngineSample | None, facts: EngineFacts | None) -> Context:
     """A session's context as of the last sample, or, where there are none, as of its last answer."""
     total = None if facts is None else facts.ctx_tokens or None
-    if sample is None:
+    if session.re_rooted:
+        used = None  # CTX-7: a stale reading would call for a second compaction
+    elif sample is None:
         used = session.context_tokens
     else:
         held = None if session.slot is None else sample.slots[session.slot]
@@ -119,4 +121,4 @@ def pressure(sample: EngineSample | None) -> float | None:
 
 def compaction_pressure(use: float | None) -> float | None:
     """How advisable compaction is at a ``pressure``: 0 up to ``PRESSURE_FROM``, 1 at the wall."""
-    return None if use is None else max(0.0, (use - PRESSURE_FROM) / (1.0 - PRESSURE_FROM))
+    return None if use is None else min(1.0, max(0.0, (use - PRESSURE_FROM) / (1.0 - PRESSURE_FROM)))

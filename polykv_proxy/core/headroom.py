@@ -15,6 +15,7 @@ from enum import StrEnum
 from math import ceil
 from typing import TYPE_CHECKING
 
+from polykv_proxy.core.experience import compaction_pressure
 from polykv_proxy.core.policies import Projection
 from polykv_proxy.core.presence import working_at_most
 
@@ -28,9 +29,6 @@ SETTLE_SHARE = 8
 
 MAX_HEADROOM = 4096
 """Sessions up to which headroom is looked for."""
-
-RAMP_FROM = 0.70
-"""Pressure at which compaction begins to be advised, 0 to 1."""
 
 RETRY_MAX_S = 60
 RETRY_GUESS_S = 2.0
@@ -232,11 +230,6 @@ def pressure(picture: Picture) -> float | None:
     return max(shares) if shares else None
 
 
-def ramp(raw: float | None) -> float | None:
-    """Pressure as a reason to compact: 0 up to a point, 1 at the wall."""
-    return None if raw is None else min(1.0, max(0.0, (raw - RAMP_FROM) / (1.0 - RAMP_FROM)))
-
-
 def retry_after_s(picture: Picture, jitter: float) -> int:
     """Whole seconds after which a place may be free, 1 at least.
 
@@ -317,7 +310,7 @@ def capacity(picture: Picture, policy: Policy, expected_tokens: int | None = Non
         seq_ids_max=picture.seq_ids_max,
         slots_free=picture.slots_free,
         ctx_headroom_tokens=min(spaces) if spaces else None,
-        compaction_pressure=ramp(raw),
+        compaction_pressure=compaction_pressure(raw),
         pressure=raw,
         settling=settles(picture),
         queue_depth=picture.waiting,

@@ -7,6 +7,8 @@ here.
 Rule 3: to make room only pools that came by themselves are evicted, and only a grace after their last use.
 Rule 4: a pool that was given a lifetime is released when it was out of use for that long. That was asked for,
 so it waits for no grace.
+Rule 5: a pin that nobody uses is an orphan: pinned, no session rests on the pool, nothing holds it, no child
+has an id. It is shown, and released only where a policy says after how long.
 """
 
 from __future__ import annotations
@@ -16,10 +18,13 @@ from typing import TYPE_CHECKING
 from polykv_proxy.core.types import PoolOrigin, PoolState
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from collections.abc import Set as AbstractSet
 
+    from polykv_proxy.core.accounting import Ownership
     from polykv_proxy.core.pools import PoolTree, PrefixPool
-    from polykv_proxy.core.types import EngineSample, PoolNumber, PoolUid, SlotId
+    from polykv_proxy.core.sessions import Session
+    from polykv_proxy.core.types import EngineSample, PoolId, PoolNumber, PoolUid, SlotId
 
 
 def riding(sample: EngineSample | None) -> frozenset[PoolUid]:
@@ -46,6 +51,75 @@ def is_held(pool: PrefixPool, ridden: AbstractSet[PoolUid]) -> bool:
 def last_use(pool: PrefixPool) -> float:
     """Epoch seconds at which it was last asked for, or seen to be held."""
     return pool.last_access_ts if pool.held_ts is None else max(pool.last_access_ts, pool.held_ts)
+
+
+def is_orphan(pool: PrefixPool, ridden: AbstractSet[PoolUid], resting: AbstractSet[PoolId]) -> bool:
+    """Whether the pool is pinned for nobody (rule 5).
+
+    Args:
+        pool: a pool that has an id.
+        ridden: see ``riding``.
+        resting: pools that sessions belong to.
+    """
+    return (
+        pool.pinned
+        and pool.state is not PoolState.MATERIALIZING
+        and pool.pool_id not in resting
+        and not pool.living_children
+        and not is_held(pool, ridden)
+    )
+
+
+def holds_otherwise(owned: Ownership | None, slot: SlotId) -> bool:
+    """Whether the engine was seen to hold something else in this slot: another pool's cells, or nobody's."""
+    return owned is not None and (slot in owned.suffix or any(slot == one.slot for one in owned.unpooled))
+
+
+def resting(sessions: Iterable[Session], owned: Ownership | None) -> frozenset[PoolId]:
+    """Pools that sessions belong to: those whose slot holds them, and those that are about to move there.
+
+    Args:
+        sessions: all of them.
+        owned: what was seen of the slots; None before the first reading.
+    """
+    found = set()
+    for session in sessions:
+        if session.moves_to is not None:
+            found.add(session.moves_to)
+        if session.pool is None or session.slot is None:
+            continue
+        if session.running or not holds_otherwise(owned, session.slot):
+            found.add(session.pool)
+    return frozenset(found)
+
+
+def note_orphans(tree: PoolTree, orphans: AbstractSet[PoolId], now_ts: float) -> list[PrefixPool]:
+    """Note since when pools are orphans; returns those that have become so.
+
+    Args:
+        tree: all pools.
+        orphans: those that are now.
+        now_ts: epoch seconds.
+    """
+    new = []
+    for pool in tree:
+        if pool.pool_id not in orphans:
+            pool.orphan_ts = None
+        elif pool.orphan_ts is None:
+            pool.orphan_ts = now_ts
+            new.append(pool)
+    return new
+
+
+def outlived(tree: PoolTree, now_ts: float, orphan_ttl_s: float | None) -> list[PrefixPool]:
+    """Orphans that were so, and that nobody asked for, for as long as the policy grants; None: for ever."""
+    if orphan_ttl_s is None:
+        return []
+    return [
+        pool
+        for pool in tree
+        if pool.orphan_ts is not None and now_ts - max(pool.orphan_ts, last_use(pool)) >= orphan_ttl_s
+    ]
 
 
 def tend(tree: PoolTree, sample: EngineSample | None, now_ts: float) -> list[PrefixPool]:

@@ -36,6 +36,7 @@ from polykv_proxy.core.decisions import (
     WakeQueued,
 )
 from polykv_proxy.core.experience import Experience
+from polykv_proxy.core.keeping import is_orphan, resting, riding
 from polykv_proxy.core.planner import KnownEngine, PoolPlanner
 from polykv_proxy.core.rates import Progress
 from polykv_proxy.core.sessions import SessionBook
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
     from polykv_proxy.core.accounting import Ownership
     from polykv_proxy.core.cells import Need
     from polykv_proxy.core.ledger import Key
-    from polykv_proxy.core.pools import PoolTree
+    from polykv_proxy.core.pools import PoolTree, PrefixPool
     from polykv_proxy.core.sessions import Session
     from polykv_proxy.core.slots import Slot
     from polykv_proxy.core.stock import SlotLook
@@ -319,8 +320,11 @@ class ControlPlane:
     def on_dispatch(self, lease: Lease, plan: AttachPlan) -> None:
         """The request goes out attached to a pool."""
         lease.pool = plan.pool
-        if lease.session is not None:
-            lease.session.moves_to = None
+        session = lease.session
+        if session is not None:
+            session.moves_to = None
+            if not lease.continues and session.pool not in (None, plan.pool.pool_id):
+                self.sessions.re_root(session)
         plan.pool.attached += 1
 
     def on_first_byte(self, lease: Lease, ttft_s: float) -> None:
@@ -349,6 +353,8 @@ class ControlPlane:
         if lease.session is not None:
             lease.session.running = False
             lease.session.last_seen = now
+            if clean and content is Content.NEW:
+                lease.session.re_rooted = False
             if content is Content.OLD and lease.session.lease == lease.lease_id:
                 lease.session.lease = lease.before  # the slot holds what that one left
         if not clean:
@@ -497,6 +503,7 @@ class ControlPlane:
     def on_migrated(self, session: Session, now: float) -> None:
         """What it held is gone, and its next request may come to any slot: the name tells whose it is."""
         session.pool = None
+        self.sessions.re_root(session)
         if self.sessions.holds(session):
             self.sessions.note(session, now)
 
@@ -512,6 +519,14 @@ class ControlPlane:
         if slot is not None:
             self.board.forget(slot)
         return slot
+
+    def orphans(self) -> list[PrefixPool]:
+        """Pools that are pinned for nobody; see ``keeping.is_orphan``."""
+        pinned = [pool for pool in self.tree if pool.pinned]
+        if not pinned:
+            return []
+        ridden, rested_on = riding(self.sample), resting(self.sessions, self.ownership)
+        return [pool for pool in pinned if is_orphan(pool, ridden, rested_on)]
 
     def resident_slot(self, session_id: SessionId, scope: Scope | None) -> Slot:
         """The slot that holds a session now.

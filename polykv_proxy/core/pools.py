@@ -74,6 +74,8 @@ class PrefixPool:
     """When it was last asked for, by a request or by somebody who creates it."""
     held_ts: float | None = None
     """When it was last seen to be held by something."""
+    orphan_ts: float | None = None
+    """Since when it is seen to be pinned for nobody; None while it is not."""
     hits: int = 0
     """Requests that attached."""
     attached: int = 0

@@ -56,6 +56,9 @@ class Session:
     """Its last request that the engine did something for."""
     context_tokens: int | None = None
     """Tokens of the conversation after its last answer, where the answer told."""
+    re_rooted: bool = False
+    """Whether it moved to another root, and no turn was completed there yet: what it held before says nothing
+    about what it will hold."""
     rate: DecodeRate = field(default_factory=DecodeRate)
     """How fast tokens come to it."""
 
@@ -120,6 +123,11 @@ class SessionBook:
         self.note(session, now)
         session.running = True
         session.turns += 1
+
+    @staticmethod
+    def re_root(session: Session) -> None:
+        """It goes on from other tokens: how full its context is shows after its next answer."""
+        session.re_rooted, session.context_tokens = True, None
 
     def note(self, session: Session, now: float) -> None:
         """It is in use: of its namesakes the latest, and the last to be forgotten."""

@@ -1,4 +1,4 @@
-"""Looking after pools: ends lifetimes, and takes back what the engine holds and nobody knows of."""
+"""Looking after pools: ends lifetimes, names pins that nobody uses, takes back what nobody knows of."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from polykv_proxy.core.keeping import strays, tend
+from polykv_proxy.core.keeping import note_orphans, outlived, strays, tend
 from polykv_proxy.errors import PolyKVError
 
 if TYPE_CHECKING:
@@ -51,9 +51,23 @@ class Tender:
         while over := tend(self._plane.tree, self._plane.sample, self._runtime.now_ts()):
             log.info("pool_lifetime_over", pool_id=over[0].pool_id, ttl_s=over[0].ttl_s)
             await self._room.release(over[0], recursive=False)  # no await since the look
+        await self._orphans()
         if self._strays() != ([], []):
             await self._runtime.sample(max_age_s=0.0)  # the last one may be older than what happened since
             await self._take_back_strays()
+
+    async def _orphans(self) -> None:
+        """Tell of pins that nobody uses any more; release their pools after as long as the policy says."""
+        plane, now_ts = self._plane, self._runtime.now_ts()
+        names = frozenset(pool.pool_id for pool in plane.orphans())
+        for pool in note_orphans(plane.tree, names, now_ts):
+            log.info("orphaned_pin", pool_id=pool.pool_id, label=pool.label, tokens=pool.prefix_len)
+        for pool in outlived(plane.tree, now_ts, plane.policy.orphan_ttl_s):
+            if pool not in plane.orphans():
+                continue  # somebody came, or another one went, while the last was released
+            log.warning("orphan_released", pool_id=pool.pool_id, label=pool.label, tokens=pool.prefix_len)
+            self._runtime.metrics.on_orphan_released()
+            await self._room.release(pool, recursive=False)  # no await since the look
 
     @property
     def _works(self) -> bool:

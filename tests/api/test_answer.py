@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from recorded import reply
 
 from polykv_proxy.api import answer
-from polykv_proxy.api.answer import AnswerReader, Usage, insert_member, read_usage
+from polykv_proxy.api.answer import AnswerReader, Usage, insert_member, read_answer, read_usage
 from polykv_proxy.api.families import INFERENCE
 
 CHAT = INFERENCE["/v1/chat/completions"]
@@ -177,7 +177,7 @@ def test_an_observer_of_a_whole_answer_is_told_at_the_end():
     reader = AnswerReader(CHAT, stream=False)
     reader.feed(reply("chat"))
     assert reader.finish() == reply("chat")
-    assert reader.usage == read_usage(json.loads(reply("chat")))
+    assert reader.usage == read_answer(json.loads(reply("chat")))
     assert reader.usage.prompt_tokens == 22
     assert AnswerReader(CHAT, stream=False, block=block).finish() == b""
 
@@ -245,3 +245,48 @@ def test_a_member_is_added_and_nothing_else(document, indent, tail):
     at = raw.rindex(b"}")
     assert changed.startswith(raw[:at])
     assert changed.endswith(raw[at:])
+
+
+@pytest.mark.parametrize(
+    ("document", "cut"),
+    [
+        ({"choices": [{"finish_reason": "length"}]}, True),
+        ({"choices": [{"finish_reason": "stop"}]}, False),
+        ({"choices": [{"finish_reason": None}]}, None),
+        ({"choices": []}, None),
+        ({"stop_type": "limit"}, True),
+        ({"stop_type": "eos"}, False),
+        ({"stop_reason": "max_tokens"}, True),
+        ({"stop_reason": "end_turn"}, False),
+        ({"delta": {"stop_reason": "max_tokens"}}, True),
+        ({"delta": "text"}, None),
+        ({"response": {"status": "completed"}}, None),
+    ],
+)
+def test_answers_that_ended_for_their_length(document, cut):
+    """In the words of every API; one that does not say why it ended was not cut for all we know."""
+    assert read_answer(document).cut is cut
+
+
+def test_the_engines_word_for_a_cut_is_kept():
+    """Through the events that follow, too."""
+    assert read_answer({"truncated": True}).updated(Usage()).truncated is True
+    assert read_answer({"truncated": "x"}).truncated is None
+
+
+@pytest.mark.parametrize(
+    ("usage", "most", "full"),
+    [
+        (Usage(50, 0, 5, truncated=True), 5, True),
+        (Usage(94, 0, 5), 5, True),
+        (Usage(93, 0, 5, cut=True), 5, False),
+        (Usage(50, 0, 5, cut=True), 6, True),
+        (Usage(50, 0, 5, cut=False), 6, False),
+        (Usage(50, 0, 5, cut=True), None, False),
+        (Usage(50, 0, None, cut=True), 6, False),
+    ],
+)
+def test_a_wall_is_told_from_a_bound_that_was_asked_for(usage, most, full):
+    """CTX-3: the engine's word, a full window, or an answer cut though its client allows more."""
+    assert usage.hit_wall(100, most) is full
+    assert Usage(99, 0, 5).hit_wall(None, None) is False

@@ -403,3 +403,9 @@ def test_no_slot_is_put_into_what_is_no_object(body):
 def test_anthropics_api_takes_no_slot():
     """The engine keeps only the members that it knows there."""
     assert pinner(asked({"messages": []}, MESSAGES), MESSAGES) is None
+
+
+def test_a_time_limit_is_a_bound_of_its_own():
+    """An answer that is shorter than its bound may have been cut by it."""
+    assert asked({"prompt": "x", "n_predict": 5}, TEXT).only_bound == 5
+    assert asked({"prompt": "x", "n_predict": 5, "t_max_predict_ms": 9}, TEXT).only_bound is None

@@ -124,6 +124,15 @@ def test_context_without_counters(session):
     assert context_of(session, None, None) == Context(390, None, None)
 
 
+def test_a_context_is_unknown_after_a_new_root(session):
+    """CTX-7: neither the last answer nor what a slot holds says how full it is."""
+    session.context_tokens = 390
+    seen = sample(slot_sample(tag=5, tokens=300), slot_sample(1))
+    assert context_of(session, seen, FACTS).used == 300
+    session.re_rooted = True
+    assert context_of(session, seen, FACTS) == context_of(session, None, FACTS) == Context(None, 400, None)
+
+
 def test_headroom_is_never_negative():
     """A conversation at its end has none left."""
     assert headroom(400, 400, None) == 0

@@ -19,7 +19,6 @@ from polykv_proxy.core.headroom import (
     headroom_sessions,
     keeps_floor,
     pressure,
-    ramp,
     retry_after_s,
     settles,
 )
@@ -160,14 +159,11 @@ def test_headroom_is_what_the_narrowest_arm_leaves():
     assert headroom_sessions(picture, replace(FLOOR, kv_headroom_ratio=0.9)) == 0
 
 
-def test_pressure_is_the_nearest_wall_and_a_reason_only_near_it():
+def test_pressure_is_the_nearest_wall():
     """Cells or the fullest window; nothing known is not zero."""
-    assert pressure(IDLE) is ramp(None) is None
+    assert pressure(IDLE) is None
     assert pressure(at(1, cells=cells(free=250))) == 0.75
     assert pressure(at(1, cells=cells(free=250), largest_ratio=0.85)) == 0.85
-    assert ramp(0.70) == 0.0
-    assert ramp(0.85) == pytest.approx(0.5)
-    assert ramp(1.0) == 1.0
 
 
 def test_who_is_refused_is_told_when_a_place_may_be_free():

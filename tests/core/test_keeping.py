@@ -1,10 +1,22 @@
 """Claims about ``core.keeping``: what keeps pools, which go by themselves, and what nobody knows of."""
 
-from core.planes import SCOPE, sample, slot_sample
+from core.planes import SCOPE, sample, serving, slot_sample, turn
+from core.planes import pool as made_in
 from core.test_pools import add, evicted
-from polykv_proxy.core.keeping import evictable, is_held, last_use, riding, strays, tend
+from polykv_proxy.core.keeping import (
+    evictable,
+    is_held,
+    is_orphan,
+    last_use,
+    note_orphans,
+    outlived,
+    resting,
+    riding,
+    strays,
+    tend,
+)
 from polykv_proxy.core.pools import PoolTree
-from polykv_proxy.core.types import EngineSample, PoolNumber, PoolOrigin, PoolSample, PoolUid
+from polykv_proxy.core.types import EngineSample, PoolNumber, PoolOrigin, PoolSample, PoolUid, as_tokens
 
 NOBODY = frozenset()
 
@@ -162,3 +174,56 @@ def test_what_ran_on_a_pool_that_went_holds_it_no_longer():
     tree.lose_all()
     assert other.attached == 0
     assert other in tend(tree, None, 20.0)
+
+
+def test_a_pin_for_nobody_is_an_orphan():
+    """CTX-8: not while a request, a slot, a session or a child needs the pool, nor while it is computed."""
+    tree = PoolTree(10)
+    pool = add(tree, [1] * 10, uid=1, pinned=True)
+    assert is_orphan(pool, NOBODY, NOBODY)
+    assert not is_orphan(pool, {1}, NOBODY)
+    assert not is_orphan(pool, NOBODY, {pool.pool_id})
+    pool.attached = 1
+    assert not is_orphan(pool, NOBODY, NOBODY)
+    pool.attached = 0
+    child = add(tree, [1] * 20, parent=pool, branch_pos=10, uid=2)
+    assert not is_orphan(pool, NOBODY, NOBODY)
+    assert not is_orphan(child, NOBODY, NOBODY)  # nobody pinned it
+    tree.release(child)
+    assert is_orphan(pool, NOBODY, NOBODY)
+    assert not is_orphan(pool, {2}, NOBODY)  # a slot holds what is left of the child
+    assert not is_orphan(add(tree, [2] * 10, ready=False, pinned=True), NOBODY, NOBODY)
+
+
+def test_sessions_rest_on_the_pool_that_their_slot_holds_or_that_they_move_to():
+    """One whose slot was seen to hold something else does not, unless it runs there now."""
+    plane = serving()
+    first, second = made_in(plane), made_in(plane, as_tokens([5] * 10), uid=8)
+    session = turn(plane, 1, 2)
+    session.pool = first.pool_id
+    assert resting(plane.sessions, None) == {first.pool_id}
+    plane.on_sample(sample(used=20, slots=(slot_sample(session.slot),)))
+    assert resting(plane.sessions, plane.ownership) == NOBODY
+    session.running = True
+    assert resting(plane.sessions, plane.ownership) == {first.pool_id}
+    session.running, session.moves_to = False, second.pool_id
+    assert resting(plane.sessions, plane.ownership) == {second.pool_id}
+    session.moves_to, session.slot = None, None
+    assert resting(plane.sessions, None) == NOBODY
+
+
+def test_orphans_are_named_once_and_outlive_their_time():
+    """Counted from when they became orphans, or from when somebody last asked for them."""
+    tree = PoolTree(10)
+    pool = add(tree, [1] * 10, uid=1, pinned=True)
+    names = frozenset({pool.pool_id})
+    assert note_orphans(tree, names, 100.0) == [pool]
+    assert note_orphans(tree, names, 101.0) == []
+    assert outlived(tree, 1000.0, None) == []
+    assert outlived(tree, 109.9, 10.0) == []
+    assert outlived(tree, 110.0, 10.0) == [pool]
+    pool.last_access_ts = 105.0
+    assert outlived(tree, 110.0, 10.0) == []
+    assert note_orphans(tree, NOBODY, 116.0) == []
+    assert outlived(tree, 1000.0, 10.0) == []
+    assert note_orphans(tree, names, 200.0) == [pool]

@@ -449,6 +449,51 @@ def test_a_pool_in_use_is_counted():
     assert made.attached == 0
 
 
+def attached_turn(plane, made, *chain, **options):
+    """A whole request that rides on a pool; returns its session."""
+    lease = admitted(plane, *chain, name="a")
+    plane.on_dispatch(lease, AttachPlan(made, 4, 4))
+    plane.pools.on_attached(AttachPlan(made, 4, 4), lease.session, 4)
+    finish(plane, lease, **options)
+    return lease.session
+
+
+def test_a_conversation_on_a_new_root_has_no_known_length():
+    """CTX-7: from the move to the first turn that is completed there, however it moved."""
+    plane = policed()
+    old, new = pool(plane), pool(plane, as_tokens(range(20)), uid=8)
+    session = attached_turn(plane, old, 1, 2)
+    session.context_tokens = 90
+    assert not session.re_rooted
+    attached_turn(plane, new, 1, 2, 3)  # it goes on in its slot: the same tokens and more
+    assert not session.re_rooted
+    session.context_tokens = 95
+    plane.board.forget(session.slot)
+    plane.on_migrated(session, 5.0)
+    assert (session.re_rooted, session.context_tokens) == (True, None)
+    assert attached_turn(plane, new, 7, 8, content=Content.OLD) is session
+    assert session.re_rooted  # the engine refused it
+    assert attached_turn(plane, new, 7, 8, clean=False) is session
+    assert session.re_rooted  # its client left
+    plane.on_slots_idle(plane._running[session.lease], 3.0, Content.NOTHING)
+    assert attached_turn(plane, new, 7, 8) is session
+    assert not session.re_rooted
+    plane.board.forget(session.slot)
+    attached_turn(plane, old, 4, 5, content=Content.OLD)  # its client names another pool
+    assert session.re_rooted
+
+
+def test_orphaned_pins_are_found():
+    """Pools without a pin, and pinned ones that a session rests on, are none."""
+    plane = policed()
+    made, other = pool(plane, pin=True), pool(plane, as_tokens(range(20)), uid=8)
+    assert plane.orphans() == [made]
+    attached_turn(plane, made, 1, 2)
+    assert plane.orphans() == []
+    other.pinned = True
+    assert plane.orphans() == [other]
+
+
 # -- against chance ---------------------------------------------------------------------------------------
 
 

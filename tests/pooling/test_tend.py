@@ -95,3 +95,41 @@ async def test_it_goes_round_by_itself(rig):
     """As part of every proxy."""
     made = await ended(rig, 1.0)
     await until(lambda: not made.resident)
+
+
+async def test_an_orphaned_pin_is_named_and_stays(rig):
+    """CTX-8: nobody decided that it may go; it is counted and listed."""
+    made, _, _ = await rig.pooling.create(TOKENS, SCOPE, label=None, pin=True)
+    made.last_access_ts -= 1e6
+    await rig.pooling.tender.round()
+    assert (made.resident, made.orphan_ts is not None) == (True, True)
+    made.orphan_ts -= 1e6
+    await rig.pooling.tender.round()
+    assert made.resident
+    listed = (await rig.ask("/polykv/pools?orphans=1")).json
+    assert [pool["pool_id"] for pool in listed["pools"]] == [made.pool_id]
+    assert rig.runtime.plane.orphans() == [made]
+
+
+async def test_an_orphan_is_released_after_its_time(proxies):
+    """CTX-8: a branch from its leaf up, each in its time; one that a session rests on stays."""
+    rig = await proxies(max_pools=4, pools={"orphan_ttl_s": 5.0})
+    root, _, _ = await rig.pooling.create(TOKENS, SCOPE, label=None, pin=True)
+    longer = as_tokens([*TOKENS, *ids((7, 10))])
+    leaf, _, _ = await rig.pooling.create(longer, SCOPE, label=None, pin=True, parent=root, branch_pos=40)
+    other, _, _ = await rig.pooling.create(as_tokens(ids((1, 40))), SCOPE, label=None, pin=True)
+    await talked(rig, pool_id=other.pool_id)
+    for pool in (root, leaf, other):
+        pool.last_access_ts -= 100.0
+    for gone, left in ((leaf, {root, other}), (root, {other})):
+        await rig.pooling.tender.round()
+        assert gone.resident
+        gone.orphan_ts -= 100.0
+        for node in (root, leaf):
+            node.held_ts = None
+        await rig.pooling.tender.round()
+        assert not gone.resident
+        assert set(rig.runtime.plane.tree) == left
+    assert rig.runtime.plane.tree.was_released(leaf.pool_id)
+    assert rig.runtime.metrics.orphans_released == 2
+    await every_cell_has_its_owner(rig)
