@@ -157,6 +157,8 @@ class Runtime:
         """Requests that can be stopped before the cells are used up: by letting their time be over."""
         self.evict_pool: Callable[[PoolId], Awaitable[bool]] | None = None
         """Gives a pool's cells back; returns whether it is gone. Set by who looks after pools."""
+        self.lose_pool: Callable[[PoolNumber], None] | None = None
+        """Told that a pool's file is gone. Set by the same."""
         self._emptied = asyncio.Event()
         """Set, then cleared, whenever something was taken back."""
         self._still: dict[SlotId, asyncio.Future[None]] = {}
@@ -263,7 +265,9 @@ class Runtime:
             return before, known, self.plane.capability_reason  # tested already
         if self._copies is None or not self._copies.max_pools:
             return Relaying(self.client), facts, reason
-        copies = Copies(self.client, self._copies, self.spawn, self._took, self.empty_oldest)
+        copies = Copies(
+            self.client, self._copies, self.spawn, self._took, self.empty_oldest, on_file_lost=self._lost
+        )
         if isinstance(before, Copies):
             copies.files.inherit(before.files)
         facts, missing = await copies.self_test(facts)
@@ -274,6 +278,11 @@ class Runtime:
     def _took(self, lease: Lease, slot: SlotId) -> None:
         """The engine put a request into a slot of its own choice."""
         self._perform(self.plane.on_slot_learnt(lease, slot, monotonic()))
+
+    def _lost(self, number: PoolNumber) -> None:
+        """A pool's file is gone: it is computed again when somebody asks for it."""
+        if self.lose_pool is not None:
+            self.lose_pool(number)
 
     async def empty_oldest(self) -> bool:
         """Empty the idle slot that was unused for the longest time; False when none holds anything."""

@@ -112,10 +112,11 @@ class FakeStock(FakePolykv):
             return web.json_response({"n_saved": len(slot.tokens), "n_written": len(written)})
         slot.tokens = []
         used = sum(len(each.tokens) for each in self.sequences)
-        count = struct.unpack("<i", path.read_bytes()[8:12])[0] if path.exists() else 0
+        whole = path.read_bytes() if path.exists() else b""
+        count = struct.unpack("<i", whole[8:12])[0] if whole[:4] == slot_file([])[:4] else 0
         if not count or used + count - 3 > self.cells:
             return _refuse(400, "Unable to restore slot: No available space or invalid slot save file")
-        words = struct.unpack(f"<{count}i", path.read_bytes()[12 : 12 + 4 * count])
+        words = struct.unpack(f"<{count}i", whole[12 : 12 + 4 * count])
         slot.tokens = list(words[3:])
         self._restored.add(number)
         return web.json_response(

@@ -12,7 +12,7 @@ from polykv_proxy.api import views
 from polykv_proxy.api.identity import scope_of_keys
 from polykv_proxy.api.reply import json_reply
 from polykv_proxy.api.sessions import SessionsApi
-from polykv_proxy.core.types import PoolId, Scope, SessionId, as_tokens, common_prefix
+from polykv_proxy.core.types import PoolId, Scope, SessionId, as_tokens, common_prefix, text_prefix
 from polykv_proxy.errors import (
     BadRequestError,
     NotFoundError,
@@ -259,7 +259,7 @@ class ControlApi:
             return [{"role": "user", "content": text}]
 
         one, other = [await self._render(wanted, ending(text), engine) for text in _PROBES]
-        shared = common_prefix(one, other)
+        shared = min(common_prefix(one, other), text_prefix(one))
         if shared < MIN_POOL_TOKENS:
             raise BadRequestError(
                 f"these messages have {shared} tokens to share; a pool needs {MIN_POOL_TOKENS}",

@@ -17,7 +17,7 @@ import structlog
 
 from polykv_proxy.api import marks
 from polykv_proxy.core.groups import GroupBook
-from polykv_proxy.core.types import common_prefix
+from polykv_proxy.core.types import common_prefix, text_prefix
 from polykv_proxy.errors import PolyKVError
 
 if TYPE_CHECKING:
@@ -36,9 +36,6 @@ MAX_KNOWN = 1024
 
 SETTLE_S = 2.0
 """Longest time that a slot is kept after its answer, for the pool that is left behind."""
-
-MEDIA_TOKEN = -1
-"""Stands for what is no text: two of them are not the same because they are equal."""
 
 
 class Hints:
@@ -74,8 +71,7 @@ class Hints:
         if (group := marks.group_of(asked.body)) is not None:
             shared = self._groups.meet(scope, group, asked.chain, tokens)
             place = place or shared
-        if MEDIA_TOKEN in tokens[:place]:
-            place = tokens.index(MEDIA_TOKEN)
+        place = min(place, text_prefix(tokens))
         return place if place >= policy.min_match_tokens else 0
 
     async def _place(self, marked: Marked, family: Family, tokens: Tokens) -> int:

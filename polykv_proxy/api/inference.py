@@ -284,7 +284,7 @@ class Inference:
     async def _answer(self, work: Work, response: UpstreamResponse) -> RelayResult:
         """Splice the answer to the client; what nobody writes into is only watched."""
         work.entry.answering(response.head.status)
-        cached = None if work.plan is None else work.plan.tokens
+        cached = None if work.plan is None else work.plan.matched
         overflows = Overflows(self._runtime.plane.facts, cached)
         if work.hold.opened and response.head.status != 200:
             return await self._refused_late(work, response, overflows)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from time import monotonic
 from typing import TYPE_CHECKING, TypeVar
 
 import structlog
 
 from polykv_proxy.api import asked as asking
+from polykv_proxy.api.outline import has_media
+from polykv_proxy.core.types import text_prefix
 from polykv_proxy.errors import EngineGoneError, PolyKVError
 
 if TYPE_CHECKING:
@@ -65,7 +68,7 @@ class Matching:
             work.unpooled = "not_pinnable"
             return
         if (tokens := await self.tokens_of(work)) is None:
-            work.unpooled = "not_tokenizable"
+            work.unpooled = "media" if has_media(work.asked.body) else "not_tokenizable"
             return
         work.plan = plane.pools.plan_attach(
             pool,
@@ -74,6 +77,8 @@ class Matching:
             strict=work.asked.strict,
             now_ts=self._runtime.now_ts(),
         )
+        if work.plan is not None and work.plan.matched == text_prefix(tokens) == 0:
+            work.unpooled = "media"  # it begins with an image: there is no text before it to share
 
     async def use_new(self, work: Work) -> bool:
         """Plan for the pool that the session was told to move to; whether it was told so and can."""
@@ -151,6 +156,9 @@ class Matching:
             if not pool.resident or plane.pools.find(pool.pool_id, work.scope) is not pool:
                 # its number may be another pool's by now
                 work.plan, work.pool_unknown = None, work.asked.pool_id is not None
+        if work.plan is not None and tokens is not None and self._is_beyond(tokens):
+            # the engine attaches before it refuses: what another conversation left there would be gone
+            work.plan = replace(work.plan, tokens=0)
         plan = work.plan
         plane.cells.settle(
             work.lease,
@@ -158,6 +166,11 @@ class Matching:
             shared=0 if plan is None else plan.tokens,
             pool=None if plan is None else plan.pool,
         )
+
+    def _is_beyond(self, tokens: Tokens) -> bool:
+        """Whether a prompt does not fit the window, so that the engine is going to refuse it."""
+        facts = self._runtime.plane.facts
+        return facts is not None and len(tokens) >= facts.ctx_tokens
 
     async def _serving(self, timeout_s: float) -> bool | None:
         try:

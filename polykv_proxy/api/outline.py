@@ -19,7 +19,9 @@ from polykv_proxy.core.volatile import BILLING_HEADER, BILLING_MARKER
 PROMPT_RUN_BYTES = 4096
 """Plain prompts have no parts of their own: they are cut into runs of so many bytes."""
 
-_MEDIA = re.compile(rb'"type"\s*:\s*"(?:image|image_url|input_image|input_audio|audio|video)"')
+_MEDIA = re.compile(
+    rb'"type"\s*:\s*"(?:image|image_url|input_image|input_audio|audio|video)"|"multimodal_data"\s*:'
+)
 
 _WRAPPING = frozenset({"role", "content", "type", "id", "status"})
 """Members of a message that says nothing but its content."""
@@ -64,10 +66,15 @@ def read(body: bytes, dialect: Dialect) -> Outline:
     if settings := _bytes(parsed.chat_template_kwargs):
         parts.append(_part(Section.TEMPLATE, settings, None))
     parts += [
-        _part(Section.MESSAGES, raw, at, media=_MEDIA.search(raw) is not None)
+        _part(Section.MESSAGES, raw, at, media=has_media(raw))
         for at, raw in enumerate(messages[scene:], scene)
     ]
     return Outline(tuple(parts))
+
+
+def has_media(body: bytes) -> bool:
+    """Whether a body, or a part of one, carries an image or a sound; quotes in its texts are escaped."""
+    return _MEDIA.search(body) is not None
 
 
 def prompt_of(body: bytes) -> bytes:

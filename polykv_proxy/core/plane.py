@@ -182,6 +182,8 @@ class ControlPlane:
         if self.facts is None or sample.epoch != self.facts.epoch:
             return []
         self.sample = sample
+        for slot in self.board.purged(sample):
+            self.on_emptied(slot.slot)
         self.ownership = attribute(self.tree.nodes(), sample)
         if self.ownership.dead:
             self.tree.drop_ghosts(set(self.ownership.dead))

@@ -15,14 +15,14 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, TypeAlias
 
-from polykv_proxy.core.types import SlotId, common_prefix
+from polykv_proxy.core.types import SlotId, SlotState, common_prefix, text_prefix
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from polykv_proxy.core.cells import Need
     from polykv_proxy.core.sessions import Session
-    from polykv_proxy.core.types import LeaseId, Scope, Tokens
+    from polykv_proxy.core.types import EngineSample, LeaseId, Scope, Tokens
 
 Chain: TypeAlias = tuple[int, ...]
 """Fingerprint of a conversation: one link for what precedes the messages, one for each message, in order.
@@ -56,6 +56,8 @@ class Slot:
     tokens: Tokens | None = None
     """Leading tokens that it holds or is computing, as far as the proxy knows them."""
     last_used: float = 0.0
+    left_by: LeaseId | None = None
+    """The lease that left what it holds."""
     before: tuple[Session | None, Chain] = (None, ())
     """Session and chain that the running lease displaced; they are right again if it never began."""
 
@@ -221,6 +223,8 @@ class SlotBoard:
         """The engine is done with a slot."""
         self._leaving.discard(number)
         slot = self.slots[number]
+        if content is Content.NEW:
+            slot.left_by = slot.lease
         slot.lease, slot.last_used = None, now
         if content is not Content.NEW:
             self.forget(number)
@@ -308,15 +312,32 @@ class SlotBoard:
             del self._held[number]
             self._empty[number] = None
 
+    def purged(self, sample: EngineSample) -> list[Slot]:
+        """Idle slots whose conversation is gone: the engine needed the cells, or somebody emptied them.
+
+        A reading may be older than what a slot is known to hold; tags count up, and tell.
+        """
+        empty = {
+            seen.slot: seen.tag for seen in sample.slots if not seen.tokens and seen.state is SlotState.IDLE
+        }
+        return [
+            slot
+            for slot in self.slots
+            if slot.idle and slot.left_by is not None and empty.get(slot.slot, -1) >= slot.left_by
+            # one that is to move was emptied on purpose, and is known by where it was
+            if slot.session is not None and slot.session.moves_to is None
+        ]
+
     def closest(self, tokens: Tokens, scope: Scope, *, other_than: SlotId) -> tuple[Slot, int] | None:
-        """The slot of a conversation of this scope that shares most leading tokens with a prompt."""
+        """The slot of a conversation of this scope that shares most leading tokens with a prompt; text only."""
         best: tuple[Slot, int] | None = None
+        text = text_prefix(tokens)
         for slot in self.slots:
             if slot.tokens is None or slot.session is None or slot.session.scope != scope:
                 continue
             if slot.slot == other_than:
                 continue
-            common = common_prefix(slot.tokens, tokens)
+            common = min(common_prefix(slot.tokens, tokens), text)
             if common and (best is None or common > best[1]):
                 best = (slot, common)
         return best

@@ -69,6 +69,18 @@ def common_prefix(a: Row, b: Row) -> int:
     return low
 
 
+MEDIUM = -1
+"""Stands for a position that is no text; two of them are not the same because they are equal."""
+
+
+def text_prefix(tokens: Tokens) -> int:
+    """Leading positions that are text: all, or those before the first image or sound."""
+    try:
+        return tokens.index(MEDIUM)
+    except ValueError:
+        return len(tokens)
+
+
 class PoolState(StrEnum):
     """Where a pool is in its life."""
 

@@ -58,19 +58,22 @@ class Copies:
         spawn: runs something to its end.
         on_taken: told which slot the engine chose for a request.
         empty_one: empties the idle slot that was unused for the longest time; False: there is none.
+        on_file_lost: told which pool's file is not there any more, or is damaged.
     """
 
     capability = Capability.COPY
     pins_in_body = True
     snapshots_running = False
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what it needs of the others
         self,
         client: EngineClient,
         limits: CopyLimits,
         spawn: Callable[[Coroutine[Any, Any, None]], object],
         on_taken: Callable[[Lease, SlotId], None],
         empty_one: Callable[[], Awaitable[bool]],
+        *,
+        on_file_lost: Callable[[PoolNumber], None],
     ) -> None:
         self._client = client
         self._limits = limits
@@ -78,6 +81,7 @@ class Copies:
         self._gate = Gate(self._slots, spawn, self._taken)
         self._on_taken = on_taken
         self._empty_one = empty_one
+        self._on_file_lost = on_file_lost
         self._held: dict[SlotId, Tokens] = {}
         """Leading tokens that slots are believed to hold (rule 4)."""
         self._started: set[int] = set()
@@ -166,8 +170,8 @@ class Copies:
             slot = _slot_of(lease)
             self._held.pop(slot, None)
             above = self.files.get(parent)
-            if above is not None:
-                await self._restore(slot, above)
+            if above is not None and parent is not None:
+                await self._restore(slot, parent, above)
             timings = await self._client.prefill(tokens, slot)
             try:
                 file = await self._save(slot, name, tokens)
@@ -309,15 +313,16 @@ class Copies:
         file = self.files.get(plan.pool.number)
         if file is not None:
             self._held.pop(slot, None)
-            await self._restore(slot, file)
+            await self._restore(slot, plan.pool.number, file)
 
-    async def _restore(self, slot: SlotId, file: PoolFile) -> None:
-        """Fill a slot from a file, or leave it empty where it cannot be had.
+    async def _restore(self, slot: SlotId, number: PoolNumber, file: PoolFile) -> None:
+        """Fill a slot from a pool's file, or leave it empty where it cannot be had: then the pool is gone.
 
         The engine makes room when it computes, not when it restores: so idle slots are emptied here.
         """
         if not await self.files.is_whole(file):
             log.warning("pool_file_damaged", file=file.name, tokens=len(file.tokens))
+            self._on_file_lost(number)
             return
         while True:
             try:
@@ -326,6 +331,8 @@ class Copies:
                 if await self._is_full(file) and await self._empty_one():
                     continue
                 log.warning("pool_not_restored", slot=slot, tokens=len(file.tokens), reason=error.message)
+                if not await self._is_full(file):
+                    self._on_file_lost(number)
             return
 
     async def _is_full(self, file: PoolFile) -> bool:

@@ -30,6 +30,10 @@ _ANSWERED = frozenset(
 """Codes of the backend's errors after which the engine is known to be done with a call."""
 
 
+_REFUSED = frozenset({"cells_exhausted", "engine_refused"})
+"""Of these, the codes of refusals."""
+
+
 class _Materialization:
     """A pool that is being computed, and those who wait for it."""
 
@@ -37,6 +41,10 @@ class _Materialization:
         self.result: asyncio.Future[Materialized] = asyncio.get_running_loop().create_future()
         self.waiters = 0
         self.task: asyncio.Task[None] | None = None
+        self.clean = True
+        """Whether the engine is done with its slot."""
+        self.content = Content.OLD
+        """What the slot holds."""
 
 
 class Materializer:
@@ -103,7 +111,6 @@ class Materializer:
                 job.task.cancel()
 
     async def _materialize(self, pool: PrefixPool, job: _Materialization) -> None:
-        clean = True
         lease: Lease | None = None
         pending: Pending | None = None
         try:
@@ -113,26 +120,13 @@ class Materializer:
                 lease = await pending.wait(60.0)
             if lease.ended or not self._plane.pools.is_awaited(pool):
                 raise EngineGoneError("the engine was restarted before the pool was computed")
-            await self._make_own(lease.slots[0], pool)
-            await self._runtime.may_begin(lease)
-            clean = False
-            if pool.parent is not None and not pool.parent.resident:
-                self._plane.tree.detach(pool)
-            done = await self._runtime.backend.materialize(
-                pool.number,
-                pool.tokens,
-                lease,
-                parent=None if pool.parent is None else pool.parent.number,
-                branch_pos=pool.branch_pos,
-            )
-            clean = True
+            done = await self._compute(pool, lease, job)
             self._plane.pools.on_ready(pool, PoolUid(done.uid), done.file_bytes)
             job.result.set_result(done)
             log.info(
                 "pool_created", pool_id=pool.pool_id, tokens=pool.prefix_len, computed=done.timings.prompt_n
             )
         except PolyKVError as error:
-            clean = clean or error.code in _ANSWERED
             job.result.set_exception(error)
             job.result.exception()  # the last waiter may be gone
             log.info("pool_failed", pool_id=pool.pool_id, tokens=pool.prefix_len, reason=error.message)
@@ -144,24 +138,59 @@ class Materializer:
                 job.result.exception()
             if pending is not None:
                 pending.give_up()
-            if lease is not None and not clean and self._plane.pools.is_awaited(pool):
+            if lease is not None and not job.clean and self._plane.pools.is_awaited(pool):
                 # the engine may be done with it this very moment, and nobody knows that pool
                 self._runtime.after_idle[lease.lease_id] = partial(
                     self._room.give_back, pool.number, self._runtime.epoch
                 )
-            self._plane.pools.on_failed(pool, retire=not clean)  # no effect on one that is resident
+            self._plane.pools.on_failed(pool, retire=not job.clean)  # no effect on one that is resident
             if lease is not None:
-                self._runtime.finish(lease, clean=clean, content=Content.NOTHING)
+                self._runtime.finish(lease, clean=job.clean, content=job.content)
 
-    async def _make_own(self, slot: SlotId, pool: PrefixPool) -> None:
+    async def _compute(self, pool: PrefixPool, lease: Lease, job: _Materialization) -> Materialized:
+        """Have a pool computed in a slot; the job says what became of the slot."""
+        if await self._make_own(lease.slots[0], pool):
+            job.content = Content.NOTHING
+        before = job.content
+        await self._runtime.may_begin(lease)
+        job.clean, job.content = False, Content.NOTHING
+        if pool.parent is not None and not pool.parent.resident:
+            self._plane.tree.detach(pool)
+        try:
+            done = await self._runtime.backend.materialize(
+                pool.number,
+                pool.tokens,
+                lease,
+                parent=None if pool.parent is None else pool.parent.number,
+                branch_pos=pool.branch_pos,
+            )
+        except PolyKVError as error:
+            job.clean = error.code in _ANSWERED
+            if error.code in _REFUSED and await self._is_untouched(lease):
+                job.content = before
+            raise
+        job.clean = True
+        return done
+
+    async def _make_own(self, slot: SlotId, pool: PrefixPool) -> bool:
         """Empty a slot that would lend a pool cells which are neither its own nor its parent's.
 
         The engine goes on from what a slot holds. Where that is another pool's, the new one would hold cells
-        that the tree knows nothing of.
+        that the tree knows nothing of. Returns whether that was so.
         """
         held = await self._runtime.backend.shared(slot)
-        if held is not None and held.shared_tokens > pool.branch_pos:
-            await self._client.slot_action(slot, "action=erase", b"{}")
+        if held is None or held.shared_tokens <= pool.branch_pos:
+            return False
+        await self._client.slot_action(slot, "action=erase", b"{}")
+        return True
+
+    async def _is_untouched(self, lease: Lease) -> bool:
+        """Whether the engine refused to compute a pool before it did anything to the slot."""
+        try:
+            held = await self._runtime.backend.shared(lease.slots[0])
+        except PolyKVError:
+            return False
+        return held is not None and held.tag != lease.lease_id
 
     async def ensure_resident(self, pool: PrefixPool) -> PrefixPool:
         """The pool, computed again if it was evicted, its parents first.

@@ -41,6 +41,7 @@ class Room:
         self._runtime = runtime
         self._plane = runtime.plane
         runtime.evict_pool = self.reclaim
+        runtime.lose_pool = self.lose
 
     async def reclaim(self, pool_id: PoolId) -> bool:
         """Evict a pool for its cells, unless a request runs on it; returns whether it is gone."""
@@ -51,6 +52,18 @@ class Room:
             return False
         await self.evict(pool, flush=False)
         return True
+
+    def lose(self, number: PoolNumber) -> None:
+        """A pool's file cannot be used any more: as after an eviction it is computed when it is wanted again.
+
+        Whoever rides on it has a copy, so neither a pin nor a request is in the way.
+        """
+        pool = next((each for each in self._plane.tree if each.resident and each.number == number), None)
+        if pool is None:
+            return
+        log.warning("pool_lost_its_file", pool_id=pool.pool_id, tokens=pool.prefix_len)
+        self._plane.tree.evict(pool)
+        self._runtime.spawn(self.take_back(number, self._runtime.epoch))
 
     async def release(self, pool: PrefixPool, *, recursive: bool) -> tuple[list[PrefixPool], int]:
         """Release a pool, with its subtree if asked; returns what went and how many cells were freed.

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 import structlog
 
 from polykv_proxy.core.planner import Taken, Wanted
-from polykv_proxy.core.types import PoolOrigin, PoolUid, as_tokens
+from polykv_proxy.core.types import PoolOrigin, PoolUid, as_tokens, text_prefix
 from polykv_proxy.errors import (
+    BadRequestError,
     ConflictError,
     EngineGoneError,
     NotFoundError,
@@ -100,6 +101,7 @@ class Snapshots:
         self, slot: Slot, session: Session, wanted: Wanted, *, n_tokens: int | None, parent: PrefixPool | None
     ) -> tuple[PrefixPool, bool]:
         plane, epoch, backend = self._plane, self._runtime.epoch, self._runtime.backend
+        n_tokens = _text_only(slot, n_tokens)
         number = await self._room.for_one(partial(plane.tree.reserve, session.scope))
         kept = False
         lease: Lease | None = None
@@ -204,3 +206,17 @@ class Snapshots:
             )
         if below is None:
             raise ConflictError(f"pool {parent.pool_id} is not resident any more", code="pool_lost")
+
+
+def _text_only(slot: Slot, n_tokens: int | None) -> int | None:
+    """A cap that leaves out an image or sound in a slot's prompt, and what follows it; None: all is text.
+
+    Raises:
+        BadRequestError: there is no text before it.
+    """
+    known = slot.tokens
+    if known is None or (text := text_prefix(known)) == len(known):
+        return n_tokens
+    if text == 0:
+        raise BadRequestError("the session begins with media, and a pool holds text", param="from_session")
+    return text if n_tokens is None else min(n_tokens, text)

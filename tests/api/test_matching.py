@@ -8,7 +8,7 @@ from fake_engine import Script
 from api.bodies import pool_for, spy, text
 from api.rig import CHAT, chat, until
 from polykv_proxy.core.keeping import riding
-from polykv_proxy.core.types import PoolOrigin
+from polykv_proxy.core.types import PoolOrigin, as_tokens
 from polykv_proxy.pooling import share
 
 # -- pools that requests name --------------------------------------------------------------------------------
@@ -356,3 +356,76 @@ async def test_a_pool_that_does_not_come_back_is_unknown(rig):
     assert (answer.status, answer.json["opencoti"]["pool_unknown"]) == (200, True)
     assert (await rig.ask(f"/polykv/pools/{pool_id}")).json["residency"] == "evicted"
     await rig.quiet()
+
+
+# -- media ---------------------------------------------------------------------------------------------------
+
+PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+
+
+def sees(rig, picture):
+    """The engine's prompts have a picture at that position, which pool tokens have not."""
+    tokens_of = rig.engine.tokens_of
+    rig.engine.tokens_of = lambda text: [
+        -1 if at == picture else one for at, one in enumerate(tokens_of(text))
+    ]
+
+
+@pytest.mark.parametrize("picture", [0, 30])
+async def test_only_text_before_a_picture_is_shared(rig, picture):
+    """POOL-19: as far as the first one; a prompt that begins with it says why it shares nothing."""
+    pool_id = await pool_for(rig, CHAT)
+    sees(rig, picture)
+    block = (await rig.ask(CHAT, chat("hi", pool_id=pool_id))).json["opencoti"]
+    assert block["pool_match"] == picture
+    assert block.get("unpooled_reason") == (None if picture else "media")
+    planned = spy(rig).header("x-polykv-attach")
+    assert (planned is None) == (picture == 0)
+
+
+async def test_a_picture_that_nobody_can_count_is_the_reason(rig):
+    """POOL-19: an engine without a projector refuses to count it, and then to answer, in its own words."""
+    pool_id = await pool_for(rig, CHAT)
+    rig.engine.broken[f"{CHAT}/input_tokens"] = (500, b'{"error": {"message": "no image input"}}')
+    body = chat("hi", pool_id=pool_id)
+    body["messages"][-1]["content"] = [PICTURE]
+    assert (await rig.ask(CHAT, body)).json["opencoti"]["unpooled_reason"] == "media"
+    body["messages"][-1]["content"] = "hi"
+    assert (await rig.ask(CHAT, body)).json["opencoti"]["unpooled_reason"] == "not_tokenizable"
+
+
+async def test_two_conversations_share_the_text_before_their_pictures(proxies):
+    """POOL-19: the pool that comes by itself ends there, though both prompts have the same beyond it."""
+    rig = await proxies(pools={"auto_min_tokens": 64, "auto_gain_tokens": 16})
+    sees(rig, 100)
+    await rig.ask(CHAT, chat("one " * 40))
+    await rig.ask(CHAT, chat("two " * 40))
+    await rig.quiet()
+    assert [pool.prefix_len for pool in rig.runtime.plane.tree] == [100]
+
+
+async def test_pools_of_messages_and_sessions_end_before_a_picture(rig):
+    """POOL-19: and where nothing stands before it, there is none."""
+    sees(rig, 100)
+    assert (await rig.pool())["prefix_len"] == 100
+    await rig.ask(CHAT, chat("hi", session_id="me"))
+    made = await rig.ask("/polykv/pools", {"from_session": "me"})
+    assert made.json["prefix_len"] == 100
+    await rig.ask(CHAT, chat("hi", session_id="you", opencoti={"auto_match": False}))
+    slot = rig.runtime.plane.resident_slot("you", None)
+    slot.tokens = as_tokens([-1, 1])
+    refused = await rig.ask("/polykv/pools", {"from_session": "you"})
+    assert (refused.status, refused.error["param"]) == (400, "from_session")
+
+
+# -- what a refusal leaves -----------------------------------------------------------------------------------
+
+
+async def test_a_prompt_beyond_the_window_is_not_attached(rig):
+    """CTX-5: the engine attaches before it refuses, and the slot's conversation would be gone for nothing."""
+    made = await rig.pool()
+    body = chat("x" * 2000, pool_id=made["pool_id"])
+    await rig.ask(CHAT, body)
+    assert spy(rig).header("x-polykv-attach") is None
+    await rig.ask(CHAT, chat("x", pool_id=made["pool_id"]))
+    assert spy(rig).header("x-polykv-attach") is not None

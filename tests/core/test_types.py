@@ -13,6 +13,7 @@ from polykv_proxy.core.types import (
     SlotState,
     as_tokens,
     common_prefix,
+    text_prefix,
 )
 
 TOKENS = st.lists(st.integers(0, 2), max_size=40)
@@ -76,3 +77,11 @@ def test_levels_say_what_they_have():
     """Pools exist on two of three levels, and share cells on one."""
     assert [level.has_pools for level in Capability] == [True, True, False]
     assert [level.shares_cells for level in Capability] == [True, False, False]
+
+
+def test_text_ends_at_the_first_medium():
+    """What follows an image cannot be told from what follows another one."""
+    assert text_prefix(as_tokens([1, 2, -1, -1, 3])) == 2
+    assert text_prefix(as_tokens([-1, 1])) == 0
+    assert text_prefix(as_tokens([1, 2])) == 2
+    assert text_prefix(as_tokens([])) == 0

@@ -273,14 +273,27 @@ async def test_what_others_did_to_a_slot_is_not_relied_on(rig):
     assert len(rig.engine.restores()) == 2
 
 
-async def test_a_file_that_cannot_be_restored_costs_speed_only(rig):
-    """No room, or gone: the request computes its prompt, and the shortfall is counted."""
-    pool_id = await pool_of(rig, PROMPT)
+@pytest.mark.parametrize("damage", ["deleted", "cut", "unreadable"])
+async def test_a_file_that_is_damaged_costs_one_request_its_speed(rig, damage):
+    """It computes its prompt, the shortfall is counted, and the pool is computed again for the next one."""
+    pool_id = await pool_of(rig, PROMPT, pin=True)
     for name in files(rig):
-        (rig.engine.folder / name).unlink()
+        path = rig.engine.folder / name
+        if damage == "deleted":
+            path.unlink()
+        else:
+            whole = path.read_bytes()
+            path.write_bytes(whole[:-1] if damage == "cut" else b"?" * len(whole))
     answer = await rig.ask("/completion", {"prompt": PROMPT + "x", "pool_id": pool_id})
     assert answer.json["opencoti"]["n_pool_shared"] == 0
     assert rig.runtime.plane.pools.shortfalls == 1
+    (shown,) = (await rig.ask("/polykv/pools")).json["pools"]
+    assert (shown["residency"], shown["pinned"], shown["file_bytes"]) == ("evicted", True, None)
+    await until(lambda: not files(rig))
+    answer = await rig.ask("/completion", {"prompt": PROMPT + "yz", "pool_id": pool_id})
+    assert answer.json["opencoti"]["n_pool_shared"] == len(PROMPT)
+    assert rig.runtime.plane.pools.shortfalls == 1
+    assert len(files(rig)) == 1
 
 
 async def test_idle_slots_make_room_for_a_copy(start):
