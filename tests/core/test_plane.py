@@ -1,5 +1,7 @@
 """Claims about ``core.plane``: admission, leases, sessions and pools, as conversations without an engine."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -481,6 +483,20 @@ def test_a_conversation_on_a_new_root_has_no_known_length():
     plane.board.forget(session.slot)
     attached_turn(plane, old, 4, 5, content=Content.OLD)  # its client names another pool
     assert session.re_rooted
+
+
+def test_a_session_whose_slot_the_engine_emptied_is_resident_nowhere():
+    """CTX-5: it was evicted, and is told so; the next conversation gets an empty slot."""
+    plane = policed()
+    session = turn(plane, 1, 2, name="a")
+    held = slot_sample(0, tokens=20)
+    plane.on_sample(sample(used=20, slots=(held,)))
+    assert (session.slot, session.taken) == (0, False)
+    emptied = replace(held, tokens=0, tag=session.lease)
+    plane.on_sample(sample(slots=(emptied,)))
+    assert (session.slot, session.taken) == (None, True)
+    lease = admitted(plane, 1, 2, 3, name="a")
+    assert (lease.session, lease.continues, lease.evicted) == (session, False, True)
 
 
 def test_orphaned_pins_are_found():

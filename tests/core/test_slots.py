@@ -6,7 +6,18 @@ from hypothesis import strategies as st
 
 from polykv_proxy.core.sessions import Session
 from polykv_proxy.core.slots import Ask, Content, Placement, SlotBoard
-from polykv_proxy.core.types import LeaseId, Scope, SessionId, SlotId, as_tokens
+from polykv_proxy.core.types import (
+    EngineSample,
+    LeaseId,
+    PoolId,
+    PoolUid,
+    Scope,
+    SessionId,
+    SlotId,
+    SlotSample,
+    SlotState,
+    as_tokens,
+)
 
 SCOPE = Scope("s")
 
@@ -385,3 +396,40 @@ def test_the_books_agree_whatever_happens(data):
             owner = slot.lease in running and slot.session
             assert not owner or owner.slot == slot.slot
     assert board.idle_count == 3 - len(running) - len(held)
+
+
+def seen(number, *, tokens=0, tag=1, state=SlotState.IDLE):
+    """A slot as the engine reports it."""
+    return SlotSample(SlotId(number), state, 1, tag, 0, 0, 0, tokens, 0, PoolUid(0), 100)
+
+
+def reading(*slots):
+    """Counters."""
+    return EngineSample("e1", 0.0, 0, 1000, 0, slots, ())
+
+
+def test_a_conversation_that_the_engine_gave_up_is_noticed():
+    """An empty, idle slot whose last task is the one that left the conversation there, or a later one."""
+    board, mine = SlotBoard(2), session()
+    board.take(board.place(ask(1, 2)), LeaseId(5), mine, ask(1, 2))
+    assert board.purged(reading(seen(0, tag=5))) == []  # it runs
+    board.free(SlotId(0), 1.0, Content.NEW)
+    for one in (
+        seen(0, tokens=9, tag=5),
+        seen(0, tag=4),  # from before its end
+        seen(0, tag=5, state=SlotState.PROMPT),
+        seen(1, tag=5),
+    ):
+        assert board.purged(reading(one)) == []
+    gone = [board.slots[0]]
+    assert board.purged(reading(seen(0, tag=5), seen(1))) == gone
+    other = ask(7, 8, name="b")
+    board.take(Placement((SlotId(0),), continues=False), LeaseId(6), session("b"), other)
+    board.free(SlotId(0), 2.0, Content.OLD)  # refused: what was there before is still there
+    assert board.purged(reading(seen(0, tokens=9, tag=6))) == []
+    assert board.purged(reading(seen(0, tag=6))) == gone
+    mine.moves_to = PoolId("p")
+    assert board.purged(reading(seen(0, tag=6))) == []  # emptied on purpose
+    mine.moves_to = None
+    board.hold(SlotId(0), LeaseId(7))
+    assert board.purged(reading(seen(0, tag=6))) == []

@@ -75,6 +75,31 @@ async def test_how_to(page: str, patched: Path, smollm: Path, tmp_path: Path) ->
             assert await run(f"cd {ROOT}\n{command}", served) == printed
 
 
+async def test_compaction_how_to(patched: Path, smollm: Path, tmp_path: Path) -> None:
+    """CTX-6: every command prints what the page says, but for the numbers; and these keep its promises."""
+    page = "how-to/compact-by-refork.md"
+    step = re.compile(r"^```sh\n(.*?)^```\n(?:\n```\n(.*?)^```$)?", re.MULTILINE | re.DOTALL)
+    steps = step.findall((DOCS / page).read_text())
+    assert [bool(printed) for _, printed in steps] == [False, *[True] * 5]
+    numbers: list[list[int]] = []
+    async with serve(tmp_path, *serve_arguments(page)) as served:
+        for command, printed in steps:
+            out = await run(command, served)
+            assert re.sub(r"\d+", "#", out) == re.sub(r"\d+", "#", printed)
+            numbers.append([int(number) for number in re.findall(r"\d+", out)])
+    _, grown, summarised, forked, moved, next_turn = numbers
+    context, _, cells = grown
+    assert summarised[0] < 40  # only its instruction
+    branch_pos, computed, length, both = forked
+    assert computed == length - branch_pos < context // 2
+    assert both > cells
+    assert moved[2] == length < cells
+    assert moved[0] + moved[1] == both - length
+    assert next_turn[0] < 40
+    assert next_turn[1] == length
+    assert next_turn[2] - next_turn[3] in (0, 1)  # the last token that was generated is in no cell yet
+
+
 def test_links_between_documents_lead_somewhere() -> None:
     """No document points at a file that is not there."""
     pages = [*DOCS.rglob("*.md"), ROOT / "README.md", ROOT / "engine_patch" / "README.md"]

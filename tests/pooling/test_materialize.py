@@ -9,7 +9,13 @@ from pooling.steps import SCOPE, TOKENS, create, every_cell_has_its_owner, ids, 
 
 from polykv_proxy import runtime
 from polykv_proxy.core.types import PoolState, as_tokens
-from polykv_proxy.errors import EngineGoneError, PoolCapacityError, SaturatedError, UnavailableError
+from polykv_proxy.errors import (
+    EngineGoneError,
+    PolyKVError,
+    PoolCapacityError,
+    SaturatedError,
+    UnavailableError,
+)
 
 
 async def test_a_pool_that_waited_across_a_restart_is_not_computed(rig):
@@ -69,6 +75,27 @@ async def test_an_answer_that_is_lost_is_treated_alike(rig, monkeypatch):
     await until(lambda: rig.runtime.plane.tree.sequences_used == 0)
     assert not rig.engine.pools
     await rig.quiet()
+
+
+@pytest.mark.parametrize("status", [400, 503])
+async def test_a_refused_pool_leaves_the_conversation_whose_slot_it_was_to_use(proxies, status):
+    """CTX-5: the engine refuses before it touches the slot; one that began is another matter."""
+    rig = await proxies(slots=1)
+    await talked(rig)
+    rig.engine.broken["/polykv/engine/pools/0"] = (status, b'{"error":{"message":"no"}}')
+    with pytest.raises(PolyKVError):
+        await create(rig)
+    await rig.quiet()
+    (session,) = rig.runtime.plane.sessions
+    assert session.slot == 0
+    assert rig.engine.used == 50
+    await every_cell_has_its_owner(rig)
+    rig.engine.sequences[0].tag = 99  # what the next lease is going to have
+    rig.runtime.plane._next_lease = 99
+    with pytest.raises(PolyKVError):
+        await create(rig)
+    await rig.quiet()
+    assert session.slot is None
 
 
 async def test_a_refused_pool_frees_its_slot_at_once(rig):
