@@ -357,6 +357,8 @@ class ControlPlane:
             lease.session.last_seen = now
             if clean and content is Content.NEW:
                 lease.session.re_rooted = False
+            if not clean and lease.pool is not None:
+                lease.session.pool = lease.pool.pool_id  # no answer proves it, but there its slot is
             if content is Content.OLD and lease.session.lease == lease.lease_id:
                 lease.session.lease = lease.before  # the slot holds what that one left
         if not clean:

@@ -329,7 +329,7 @@ class SlotBoard:
         ]
 
     def closest(self, tokens: Tokens, scope: Scope, *, other_than: SlotId) -> tuple[Slot, int] | None:
-        """The slot of a conversation of this scope that shares most leading tokens with a prompt; text only."""
+        """The slot of a conversation of this scope that shares most leading text with a prompt."""
         best: tuple[Slot, int] | None = None
         text = text_prefix(tokens)
         for slot in self.slots:

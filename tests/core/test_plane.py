@@ -455,7 +455,8 @@ def attached_turn(plane, made, *chain, **options):
     """A whole request that rides on a pool; returns its session."""
     lease = admitted(plane, *chain, name="a")
     plane.on_dispatch(lease, AttachPlan(made, 4, 4))
-    plane.pools.on_attached(AttachPlan(made, 4, 4), lease.session, 4)
+    if options.get("clean", True):
+        plane.pools.on_attached(AttachPlan(made, 4, 4), lease.session, 4)
     finish(plane, lease, **options)
     return lease.session
 
@@ -477,6 +478,7 @@ def test_a_conversation_on_a_new_root_has_no_known_length():
     assert session.re_rooted  # the engine refused it
     assert attached_turn(plane, new, 7, 8, clean=False) is session
     assert session.re_rooted  # its client left
+    assert session.pool == new.pool_id
     plane.on_slots_idle(plane._running[session.lease], 3.0, Content.NOTHING)
     assert attached_turn(plane, new, 7, 8) is session
     assert not session.re_rooted
