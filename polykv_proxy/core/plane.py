@@ -182,7 +182,7 @@ class ControlPlane:
         if self.facts is None or sample.epoch != self.facts.epoch:
             return []
         self.sample = sample
-        for slot in self.board.purged(sample):
+        for slot in self.board.lost(sample):
             self.on_emptied(slot.slot)
         self.ownership = attribute(self.tree.nodes(), sample)
         if self.ownership.dead:

@@ -58,6 +58,8 @@ class Slot:
     last_used: float = 0.0
     left_by: LeaseId | None = None
     """The lease that left what it holds."""
+    confirmed: bool = False
+    """Whether the engine was seen to be done with that one."""
     before: tuple[Session | None, Chain] = (None, ())
     """Session and chain that the running lease displaced; they are right again if it never began."""
 
@@ -224,7 +226,7 @@ class SlotBoard:
         self._leaving.discard(number)
         slot = self.slots[number]
         if content is Content.NEW:
-            slot.left_by = slot.lease
+            slot.left_by, slot.confirmed = slot.lease, False
         slot.lease, slot.last_used = None, now
         if content is not Content.NEW:
             self.forget(number)
@@ -312,21 +314,29 @@ class SlotBoard:
             del self._held[number]
             self._empty[number] = None
 
-    def purged(self, sample: EngineSample) -> list[Slot]:
-        """Idle slots whose conversation is gone: the engine needed the cells, or somebody emptied them.
+    def lost(self, sample: EngineSample) -> list[Slot]:
+        """Idle slots that do not hold their conversation any more.
 
         A reading may be older than what a slot is known to hold; tags count up, and tell.
+
+        1. Empty: the engine needed the cells, or somebody emptied it. One whose session is to move was
+           emptied on purpose, and is known by where it was.
+        2. Somebody else's task ran there, which has no tag.
         """
-        empty = {
-            seen.slot: seen.tag for seen in sample.slots if not seen.tokens and seen.state is SlotState.IDLE
-        }
-        return [
-            slot
-            for slot in self.slots
-            if slot.idle and slot.left_by is not None and empty.get(slot.slot, -1) >= slot.left_by
-            # one that is to move was emptied on purpose, and is known by where it was
-            if slot.session is not None and slot.session.moves_to is None
-        ]
+        gone = []
+        for seen in sample.slots:
+            slot = self.slots[seen.slot]
+            if not slot.idle or slot.session is None or slot.left_by is None:
+                continue
+            if seen.state is not SlotState.IDLE or slot.session.moves_to is not None:
+                continue
+            if seen.tag >= slot.left_by:
+                slot.confirmed = True
+                if not seen.tokens:
+                    gone.append(slot)  # 1
+            elif slot.confirmed:
+                gone.append(slot)  # 2
+        return gone
 
     def closest(self, tokens: Tokens, scope: Scope, *, other_than: SlotId) -> tuple[Slot, int] | None:
         """The slot of a conversation of this scope that shares most leading text with a prompt."""

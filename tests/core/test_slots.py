@@ -412,24 +412,39 @@ def test_a_conversation_that_the_engine_gave_up_is_noticed():
     """An empty, idle slot whose last task is the one that left the conversation there, or a later one."""
     board, mine = SlotBoard(2), session()
     board.take(board.place(ask(1, 2)), LeaseId(5), mine, ask(1, 2))
-    assert board.purged(reading(seen(0, tag=5))) == []  # it runs
+    assert board.lost(reading(seen(0, tag=5))) == []  # it runs
     board.free(SlotId(0), 1.0, Content.NEW)
     for one in (
-        seen(0, tokens=9, tag=5),
         seen(0, tag=4),  # from before its end
+        seen(0, tokens=9, tag=5),
         seen(0, tag=5, state=SlotState.PROMPT),
         seen(1, tag=5),
     ):
-        assert board.purged(reading(one)) == []
+        assert board.lost(reading(one)) == []
     gone = [board.slots[0]]
-    assert board.purged(reading(seen(0, tag=5), seen(1))) == gone
+    assert board.lost(reading(seen(0, tag=5), seen(1))) == gone
     other = ask(7, 8, name="b")
     board.take(Placement((SlotId(0),), continues=False), LeaseId(6), session("b"), other)
     board.free(SlotId(0), 2.0, Content.OLD)  # refused: what was there before is still there
-    assert board.purged(reading(seen(0, tokens=9, tag=6))) == []
-    assert board.purged(reading(seen(0, tag=6))) == gone
+    assert board.lost(reading(seen(0, tokens=9, tag=6))) == []
+    assert board.lost(reading(seen(0, tag=6))) == gone
     mine.moves_to = PoolId("p")
-    assert board.purged(reading(seen(0, tag=6))) == []  # emptied on purpose
+    assert board.lost(reading(seen(0, tag=6))) == []  # emptied on purpose
     mine.moves_to = None
     board.hold(SlotId(0), LeaseId(7))
-    assert board.purged(reading(seen(0, tag=6))) == []
+    assert board.lost(reading(seen(0, tag=6))) == []
+
+
+def test_a_conversation_that_somebody_elses_task_displaced_is_noticed():
+    """Once the engine was seen to be done with the own one: a task without a tag came after it."""
+    board, mine = SlotBoard(1), session()
+    board.take(board.place(ask(1, 2)), LeaseId(5), mine, ask(1, 2))
+    board.free(SlotId(0), 1.0, Content.NEW)
+    foreign = seen(0, tokens=9, tag=0)
+    assert board.lost(reading(foreign)) == []  # from before
+    assert board.lost(reading(seen(0, tokens=9, tag=5))) == []
+    assert board.lost(reading(foreign)) == [board.slots[0]]
+    again = ask(1, 2, 3)
+    board.take(board.place(again), LeaseId(6), mine, again)
+    board.free(SlotId(0), 2.0, Content.NEW)
+    assert board.lost(reading(foreign)) == []

@@ -246,7 +246,9 @@ async def serve(
 
 async def _ready(served: Served, engines: int) -> bool:
     assert served.process.returncode is None, f"the proxy ended: {served.log[-5:]}"
-    return len({event["engine"] for event in served.events("engine_ready")}) == engines
+    if len({event["engine"] for event in served.events("engine_ready")}) != engines:
+        return False
+    return (await served.http.get("/health")).status == 200  # what was logged is in force a moment later
 
 
 async def _read_log(
