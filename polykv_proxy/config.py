@@ -180,7 +180,8 @@ class PoolSettings(_Section):
     were asked for always come first."""
 
     grace_s: Seconds = 60.0
-    """Seconds that a pool which came by itself stays after its last use before it may make room."""
+    """Seconds that a pool which came by itself stays after its last use before it may make room, and that one
+    which was released while in use stays after its last holder left."""
 
     orphan_ttl_s: PositiveSeconds | None = None
     """Seconds after which a pinned pool is released that no session and no child uses. Unset: never."""

@@ -97,6 +97,8 @@ def _engine_pools(name: str, plane: ControlPlane, scope: Scope | None) -> dict[s
                 "pool_id": rest.pool_id if rest.pool_id in ours else None,
                 "cells": rest.cells,
                 "holders": rest.holders,
+                "lingers": rest.lingers,
+                "prefix_len": rest.prefix_len,
                 "sessions": [_rider(plane, slot, scope) for slot in rest.slots],
             }
             for rest in owned.draining

@@ -5,7 +5,7 @@ engine's figure of used cells is the sum of what pools own, of what each slot ho
 prefix, and of the remains of released pools that children or slots still hold.
 
 Rule 1: of a node's own range [D, L), the cells up to its reach are alive. Reach is L while the pool is
-resident, else the furthest position at which a child branches off or a slot shares.
+resident or lingers, else the furthest position at which a child branches off or a slot shares.
 Rule 2: what reaches beyond D into a child's parent counts there, once.
 """
 
@@ -31,6 +31,10 @@ class Draining:
     """Children and slots that keep it alive."""
     slots: tuple[SlotId, ...]
     """Those of the holders that are slots."""
+    lingers: bool = False
+    """Whether the engine keeps all of it for a while."""
+    prefix_len: int = 0
+    """Tokens that it had when it had an id."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +64,11 @@ class Ownership:
     """Used cells that this picture does not explain: 0 on an idle engine, a request's growth between
     two readings otherwise."""
 
+    @property
+    def cells(self) -> dict[PoolId, int]:
+        """Cells of each resident pool, and what is left of those that have no id any more."""
+        return {rest.pool_id: rest.cells for rest in self.draining} | self.own
+
 
 def attribute(nodes: Iterable[PrefixPool], sample: EngineSample) -> Ownership:
     """Attribute the used cells of one sample.
@@ -69,7 +78,8 @@ def attribute(nodes: Iterable[PrefixPool], sample: EngineSample) -> Ownership:
         sample: the engine's counters; tree and slots must be of the same epoch.
     """
     by_uid = {node.uid: node for node in nodes if node.uid is not None}
-    reach = {uid: node.prefix_len if not node.released else 0 for uid, node in by_uid.items()}
+    whole = {uid for uid, node in by_uid.items() if not node.released or node.lingers}
+    reach = {uid: node.prefix_len if uid in whole else 0 for uid, node in by_uid.items()}
     holders = dict.fromkeys(by_uid, 0)
     riders: dict[PoolUid, tuple[SlotId, ...]] = dict.fromkeys(by_uid, ())
     suffix: dict[SlotId, int] = {}
@@ -98,7 +108,9 @@ def attribute(nodes: Iterable[PrefixPool], sample: EngineSample) -> Ownership:
         if not node.released:
             own[node.pool_id] = cells
         elif cells or riders[uid]:
-            draining.append(Draining(node.pool_id, cells, holders[uid], riders[uid]))
+            draining.append(
+                Draining(node.pool_id, cells, holders[uid], riders[uid], node.lingers, node.prefix_len)
+            )
     explained = (
         sum(own.values())
         + sum(suffix.values())

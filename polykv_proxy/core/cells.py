@@ -335,11 +335,12 @@ class Cells:
         expected = self.lengths.expected(one.need.asked.kind, one.cost.bound // answers, generated // answers)
         self.ledger.progress(lease, held=held, expected=answers * expected)
 
-    def keep_pools(
+    def keep_pools(  # noqa: PLR0913, PLR0917 - what is seen of pools
         self,
         tree: PoolTree,
         own: Mapping[PoolId, int],
         ridden: frozenset[PoolUid],
+        forlorn: frozenset[PoolUid],
         grace_s: float,
         now_ts: float,
     ) -> None:
@@ -349,6 +350,7 @@ class Cells:
             tree: all of them.
             own: cells of each, as of the last sample; a newer one has what it was made of.
             ridden: uids of those whose cells running requests share.
+            forlorn: uids of those that linger, and that nothing holds.
             grace_s: seconds that an automatic one stays after its last use.
             now_ts: epoch seconds.
         """
@@ -356,8 +358,8 @@ class Cells:
         if ledger is None:
             return
         kept = set()
-        for pool in tree:
-            cells = own.get(pool.pool_id, pool.own_len if pool.resident else 0)
+        for pool in (*tree, *tree.lingering):
+            cells = own.get(pool.pool_id, pool.own_len if pool.resident or pool.lingers else 0)
             if not cells:
                 continue
             kept.add(pool.pool_id)
@@ -367,7 +369,9 @@ class Cells:
             if automatic and pool.resident and idle_s >= grace_s and not is_held(pool, ridden):
                 # rule 4: more than any conversation that rides on it
                 value = float(ledger.total) + pool.own_len * (1 + pool.hits) / (1.0 + idle_s)
-            lasting = pool.pinned or (not automatic and pool.ttl_s is None)
+            if pool.uid in forlorn:
+                value = 0.0  # nobody is to have it any more
+            lasting = not pool.lingers and (pool.pinned or (not automatic and pool.ttl_s is None))
             ledger.keep(("pool", pool.pool_id), cells, value=value, lasting=lasting)
         for gone in self._pools - kept:
             ledger.drop(("pool", gone))

@@ -145,7 +145,8 @@ class PoolPolicy:
     auto_share: float = 0.5
     """Share of the pools' sequence ids that pools which came by themselves may take, 0 to 1."""
     grace_s: float = 60.0
-    """Seconds that a pool which came by itself stays after its last use before it may make room."""
+    """Seconds that a pool which came by itself stays after its last use before it may make room, and that one
+    which was released while in use stays after its last holder left."""
     orphan_ttl_s: float | None = None
     """Seconds after which a pin that nobody uses is given up, and its pool released; None: never."""
     mask_billing_header: bool = False

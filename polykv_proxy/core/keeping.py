@@ -7,7 +7,9 @@ here.
 Rule 3: to make room only pools that came by themselves are evicted, and only a grace after their last use.
 Rule 4: a pool that was given a lifetime is released when it was out of use for that long. That was asked for,
 so it waits for no grace.
-Rule 5: a pin that nobody uses is an orphan: pinned, no session rests on the pool, nothing holds it, no child
+Rule 5: a pool that is released while something holds it loses its id at once, and its cells a grace after the
+last holder left: the same content finds them. It makes room before anything else does.
+Rule 6: a pin that nobody uses is an orphan: pinned, no session rests on the pool, nothing holds it, no child
 has an id. It is shown, and released only where a policy says after how long.
 """
 
@@ -54,7 +56,7 @@ def last_use(pool: PrefixPool) -> float:
 
 
 def is_orphan(pool: PrefixPool, ridden: AbstractSet[PoolUid], resting: AbstractSet[PoolId]) -> bool:
-    """Whether the pool is pinned for nobody (rule 5).
+    """Whether the pool is pinned for nobody (rule 6).
 
     Args:
         pool: a pool that has an id.
@@ -162,6 +164,25 @@ def evictable(tree: PoolTree, sample: EngineSample | None, now_ts: float, grace_
         and now_ts - last_use(pool) >= grace_s
     ]
     return sorted(idle, key=lambda pool: pool.own_len * (1 + pool.hits) / (1.0 + now_ts - last_use(pool)))
+
+
+def over(tree: PoolTree, sample: EngineSample | None, now_ts: float, grace_s: float) -> list[PrefixPool]:
+    """Released pools whose last holder left a grace ago; notes which are held now.
+
+    Args:
+        tree: all pools.
+        sample: the last reading of the engine.
+        now_ts: epoch seconds.
+        grace_s: how long they stay.
+    """
+    ridden = riding(sample)
+    gone = []
+    for pool in tree.lingering:
+        if is_held(pool, ridden):
+            pool.held_ts = now_ts
+        elif now_ts - last_use(pool) >= grace_s:
+            gone.append(pool)
+    return gone
 
 
 def strays(tree: PoolTree, sample: EngineSample) -> tuple[list[PoolNumber], list[SlotId]]:

@@ -36,7 +36,7 @@ from polykv_proxy.core.decisions import (
     WakeQueued,
 )
 from polykv_proxy.core.experience import Experience
-from polykv_proxy.core.keeping import is_orphan, resting, riding
+from polykv_proxy.core.keeping import is_held, is_orphan, resting, riding
 from polykv_proxy.core.planner import KnownEngine, PoolPlanner
 from polykv_proxy.core.rates import Progress
 from polykv_proxy.core.sessions import SessionBook
@@ -204,8 +204,12 @@ class ControlPlane:
                 for slot in self.sample.slots
                 if slot.shared_tokens > 0 and not self.board.slots[slot.slot].idle
             )
-        own = {} if self.ownership is None else self.ownership.own
-        self.cells.keep_pools(self.tree, own, ridden, self._policy.grace_s, now_ts)
+        own = {} if self.ownership is None else self.ownership.cells
+        held = riding(self.sample)
+        forlorn = frozenset(
+            pool.uid for pool in self.tree.lingering if pool.uid is not None and not is_held(pool, held)
+        )
+        self.cells.keep_pools(self.tree, own, ridden, forlorn, self._policy.grace_s, now_ts)
 
     def reclaim(self) -> list[Command]:
         """What has to go for those who run, and for the next one."""

@@ -164,7 +164,7 @@ class PoolPlanner:
             self.require()
             self._check_length(tokens)
         pool_id = self.id_of(tokens, scope)
-        pool = self.tree.get(pool_id)
+        pool = self.tree.get(pool_id) or self._taken_up(pool_id, wanted, now_ts)
         if pool is not None and pool.occupies_sequence:
             _ask_again(pool, wanted, now_ts)
             if taken is not None:
@@ -188,6 +188,13 @@ class PoolPlanner:
         if taken is not None:
             self.tree.ready(pool, taken.uid, taken.file_bytes)
         return pool, True
+
+    def _taken_up(self, pool_id: PoolId, wanted: Wanted, now_ts: float) -> PrefixPool | None:
+        """A released pool of the same content that the engine still has: nothing is computed for it."""
+        pool = self.tree.take_up(pool_id)
+        if pool is not None:
+            pool.origin, pool.created_ts = wanted.origin, now_ts
+        return pool
 
     def _check_length(self, tokens: Tokens) -> None:
         facts = self._engine.facts

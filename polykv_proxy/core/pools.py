@@ -4,7 +4,8 @@ Rule 1: a pool never changes once it is resident; to extend is to create a child
 Rule 2: an id is a digest of the content: it never names anything else, and content never has two ids.
 Rule 3: [0, D) of a child is its parent's, token for token; only [D, L) is its own.
 Rule 4: an id that is gone from the tree may live on in the engine as long as children or slots hold its
-cells. Such ghosts are kept for the accounting until the engine shows no holder.
+cells. Such ghosts are kept for the accounting until the engine shows no holder. One that was held when its id
+went may linger: the engine keeps all of it, so that the same content is there again if somebody asks for it.
 Where those who attach get cells of their own, a pool's cells are its own alone, and there are no ghosts.
 Rule 5: nothing here evicts what someone created explicitly; running out of room is the caller's error.
 """
@@ -81,6 +82,8 @@ class PrefixPool:
     attached: int = 0
     """Requests that run on it now."""
     released: bool = False
+    lingers: bool = False
+    """Released, but the engine still has all of it under its number (rule 4)."""
     before: PoolState | None = None
     """What it was, if it is being computed again: what it is again should that fail."""
     children: list[PrefixPool] = field(default_factory=list)
@@ -177,6 +180,13 @@ class PoolTree:
     def get(self, pool_id: PoolId) -> PrefixPool | None:
         """The pool of that id, in whatever state."""
         return self._pools.get(pool_id)
+
+    @property
+    def lingering(self) -> list[PrefixPool]:
+        """Released pools that the engine still has; the one that was out of use for longest first."""
+        return sorted(
+            (ghost for ghost in self._ghosts if ghost.lingers), key=lambda ghost: ghost.held_ts or 0.0
+        )
 
     def was_released(self, pool_id: PoolId) -> bool:
         """Whether this id named a pool that was released."""
@@ -365,10 +375,14 @@ class PoolTree:
             raise PoolInUseError(f"pool {pool.pool_id} is being computed", code="pool_materializing")
         return doomed
 
-    def release(self, pool: PrefixPool) -> None:
+    def release(self, pool: PrefixPool, *, lingers: bool = False) -> None:
         """Take the id away at once; the engine keeps cells that someone still holds (rule 4).
 
         Its number is taken until ``retire`` says that the engine gave it back.
+
+        Args:
+            pool: resident or not.
+            lingers: the engine is not asked to give it back yet.
         """
         was_resident = pool.resident
         del self._pools[pool.pool_id]
@@ -378,8 +392,23 @@ class PoolTree:
             self._known.pop(next(iter(self._known)))
         if was_resident:
             self._haunt(pool)
+            pool.lingers = lingers and self.shares_cells
         else:
             _leave(pool)
+
+    def take_up(self, pool_id: PoolId) -> PrefixPool | None:
+        """Give a pool that lingers its id again, as if it were new; None: there is none of that content."""
+        pool = next((ghost for ghost in self.lingering if ghost.pool_id == pool_id), None)
+        if pool is None:
+            return None
+        pool.lingers = pool.released = pool.pinned = False
+        pool.label = pool.ttl_s = pool.orphan_ts = None
+        self._ghosts.remove(pool)
+        self._retiring.discard(pool.number)
+        self._known.pop(pool_id, None)
+        self._pools[pool_id] = pool
+        self.index.add(pool)
+        return pool
 
     def check_evict(self, pool: PrefixPool, *, flush: bool) -> list[PrefixPool]:
         """What an eviction (of the whole subtree: a flush) would take from the engine, leaves first.

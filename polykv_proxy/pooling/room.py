@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import structlog
 
-from polykv_proxy.core.keeping import evictable
+from polykv_proxy.core.keeping import evictable, is_held, riding
 from polykv_proxy.core.slots import Ask, Content
 from polykv_proxy.core.types import Scope
 from polykv_proxy.errors import PolyKVError, PoolCapacityError, SaturatedError
@@ -47,6 +47,9 @@ class Room:
         """Evict a pool for its cells, unless a request runs on it; returns whether it is gone."""
         pool = self._plane.tree.get(pool_id)
         if pool is None or not pool.resident:
+            for ghost in self._plane.tree.lingering:
+                if ghost.pool_id == pool_id:
+                    await self.end_grace(ghost)
             return True
         if pool.attached:
             return False
@@ -65,22 +68,64 @@ class Room:
         self._plane.tree.evict(pool)
         self._runtime.spawn(self.take_back(number, self._runtime.epoch))
 
-    async def release(self, pool: PrefixPool, *, recursive: bool) -> tuple[list[PrefixPool], int]:
+    async def release(
+        self, pool: PrefixPool, *, recursive: bool, look: bool = True
+    ) -> tuple[list[PrefixPool], int]:
         """Release a pool, with its subtree if asked; returns what went and how many cells were freed.
+
+        What is held stays in the engine for a grace after its last holder left; see ``end_grace``.
+
+        Args:
+            pool: which.
+            recursive: with what is below it.
+            look: first, who holds it. Otherwise the ids are gone before anything else happens.
 
         Raises:
             PoolInUseError: children, or it is being computed.
         """
+        self._plane.tree.check_release(pool, recursive=recursive)
+        if not look:
+            return await self._release(pool, recursive=recursive)
+
+        async def go() -> tuple[list[PrefixPool], int]:
+            await self._runtime.sample(max_age_s=0.0)
+            if self._plane.tree.get(pool.pool_id) is not pool:
+                return [], 0  # somebody else released it meanwhile
+            return await self._release(pool, recursive=recursive)
+
+        return await asyncio.shield(self._runtime.background(go()))  # to the end whoever leaves
+
+    async def _release(self, pool: PrefixPool, *, recursive: bool) -> tuple[list[PrefixPool], int]:
         doomed = self._plane.tree.check_release(pool, recursive=recursive)
-        resident = [each for each in doomed if each.resident]
-        for each in doomed:
-            self._plane.tree.release(each)  # no await since the check: the ids go together
+        resident = self._take_ids(doomed)  # no await since the check: the ids go together
         done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         # a task, because it has to go on to the end when the client that asked for it leaves
         self._runtime.spawn(self._give_all_back(resident, done))
         freed = await asyncio.shield(done)
         log.info("pool_released", pool_id=pool.pool_id, pools=len(doomed), cells_freed=freed)
         return doomed, freed
+
+    def _take_ids(self, doomed: list[PrefixPool]) -> list[PrefixPool]:
+        """Take the ids of pools away, leaves first; returns those that the engine is to give back now."""
+        tree, now_ts = self._plane.tree, self._runtime.now_ts()
+        ridden, now = riding(self._plane.sample), []
+        for each in doomed:
+            resident = each.resident
+            lingers = resident and self._plane.policy.grace_s > 0 and is_held(each, ridden)
+            tree.release(each, lingers=lingers)
+            if each.lingers:
+                each.held_ts = now_ts
+                log.info("pool_lingers", pool_id=each.pool_id, grace_s=self._plane.policy.grace_s)
+            elif resident:
+                now.append(each)
+        return now
+
+    async def end_grace(self, pool: PrefixPool) -> int:
+        """Give back a released pool that lingers; returns the cells that nobody else held."""
+        pool.lingers = False
+        freed = await self.give_back(pool.number, self._runtime.epoch)
+        log.info("pool_gone", pool_id=pool.pool_id, cells_freed=freed)
+        return freed
 
     async def evict(self, pool: PrefixPool, *, flush: bool) -> tuple[list[PrefixPool], int]:
         """Give a pool's cells back, with those of its subtree if asked; ids and tokens stay.
@@ -103,6 +148,9 @@ class Room:
             try:
                 return begin()
             except PoolCapacityError:
+                if lingering := self._plane.tree.lingering:
+                    await self.end_grace(lingering[0])
+                    continue
                 idle = await self._evictable()
                 if not idle:
                     raise

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from polykv_proxy.core.keeping import note_orphans, outlived, strays, tend
+from polykv_proxy.core.keeping import note_orphans, outlived, over, strays, tend
 from polykv_proxy.errors import PolyKVError
 
 if TYPE_CHECKING:
@@ -48,9 +48,13 @@ class Tender:
         if not self._works:
             return
         await self._runtime.sample(max_age_s=TEND_S)
-        while over := tend(self._plane.tree, self._plane.sample, self._runtime.now_ts()):
-            log.info("pool_lifetime_over", pool_id=over[0].pool_id, ttl_s=over[0].ttl_s)
-            await self._room.release(over[0], recursive=False)  # no await since the look
+        while old := tend(self._plane.tree, self._plane.sample, self._runtime.now_ts()):
+            log.info("pool_lifetime_over", pool_id=old[0].pool_id, ttl_s=old[0].ttl_s)
+            await self._room.release(old[0], recursive=False, look=False)
+        plane, now_ts = self._plane, self._runtime.now_ts()
+        for pool in over(plane.tree, plane.sample, now_ts, plane.policy.grace_s):
+            if pool.lingers:  # nobody took it up while another one went
+                await self._room.end_grace(pool)
         await self._orphans()
         if self._strays() != ([], []):
             await self._runtime.sample(max_age_s=0.0)  # the last one may be older than what happened since
@@ -67,7 +71,7 @@ class Tender:
                 continue  # somebody came, or another one went, while the last was released
             log.warning("orphan_released", pool_id=pool.pool_id, label=pool.label, tokens=pool.prefix_len)
             self._runtime.metrics.on_orphan_released()
-            await self._room.release(pool, recursive=False)  # no await since the look
+            await self._room.release(pool, recursive=False, look=False)
 
     @property
     def _works(self) -> bool:

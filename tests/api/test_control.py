@@ -157,8 +157,9 @@ async def test_a_pool_that_nobody_wants_any_more_is_given_up(rig):
 # -- looking ----------------------------------------------------------------------------------------------
 
 
-async def test_the_list_accounts_for_every_cell(rig):
+async def test_the_list_accounts_for_every_cell(proxies):
     """Own, private suffixes, unpooled and draining add up to the used cells."""
+    rig = await proxies(pools={"grace_s": 0.0})
     made = await rig.pool()
     gone = await rig.pool({"tokens": rig.engine.tokens_of("hello " * 10)})
     await rig.ask(CHAT, chat("hi", pool_id=made["pool_id"], session_id="me"))

@@ -86,7 +86,7 @@ def test_a_released_pool_drains_as_far_as_it_is_held():
     tree.release(root)
     owned = attribute(tree.nodes(), sample(160, slot(0, 100, shared=90, uid=1)))
     assert owned.own == {child.pool_id: 70}
-    assert owned.draining == (Draining(root.pool_id, 90, 2, (0,)),)
+    assert owned.draining == (Draining(root.pool_id, 90, 2, (0,), prefix_len=100),)
     assert owned.suffix == {0: 10}
     assert owned.unattributed == 10 + 160 - 180
 
@@ -299,3 +299,15 @@ def test_every_cell_has_the_owner_that_computed_it(seed):
     for _ in range(40):
         model.dice.choice(steps)()
         model.every_cell_has_the_owner_that_computed_it()
+
+
+def test_a_pool_that_lingers_is_whole():
+    """The engine has all of it, whoever holds how much; it is no ghost that could be forgotten."""
+    tree = PoolTree(2)
+    root = add(tree, "root", 100, uid=1)
+    tree.release(root, lingers=True)
+    for slots in ((), (slot(0, 70, shared=60, uid=1),)):
+        owned = attribute(tree.nodes(), sample(100 + 10 * len(slots), *slots))
+        (rest,) = owned.draining
+        assert (rest.cells, rest.holders, rest.lingers, rest.prefix_len) == (100, len(slots), True, 100)
+        assert (owned.dead, owned.unattributed, owned.cells) == (frozenset(), 0, {root.pool_id: 100})

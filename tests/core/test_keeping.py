@@ -10,6 +10,7 @@ from polykv_proxy.core.keeping import (
     last_use,
     note_orphans,
     outlived,
+    over,
     resting,
     riding,
     strays,
@@ -227,3 +228,16 @@ def test_orphans_are_named_once_and_outlive_their_time():
     assert note_orphans(tree, NOBODY, 116.0) == []
     assert outlived(tree, 1000.0, 10.0) == []
     assert note_orphans(tree, names, 200.0) == [pool]
+
+
+def test_a_grace_begins_when_the_last_holder_left():
+    """POOL-9: of a released pool that was held then; what is below it counts as long as it is held itself."""
+    tree = PoolTree(10)
+    root, child, leaf = chain(tree)
+    for pool in (leaf, child, root):
+        tree.release(pool, lingers=pool is not child)
+        pool.held_ts = 100.0
+    held, free = sample(slots=(rider(3),)), sample()
+    assert over(tree, held, 200.0, 60.0) == []
+    assert over(tree, free, 259.9, 60.0) == []
+    assert set(over(tree, free, 260.0, 60.0)) == {root, leaf}

@@ -838,3 +838,37 @@ def test_running_out_of_files_is_said_in_files():
     add(tree, [1])
     with pytest.raises(PoolCapacityError, match="all 1 files"):
         add(tree, [2])
+
+
+def test_a_pool_that_lingers_can_be_taken_up():
+    """Under its id, with its place and number, and with nothing that was asked of it before."""
+    tree = PoolTree(2)
+    root = add(tree, [1] * 10, uid=1)
+    leaf = add(tree, [1] * 20, parent=root, branch_pos=10, uid=2, pinned=True, label="x", ttl_s=5.0)
+    tree.release(leaf, lingers=True)
+    assert tree.lingering == [leaf]
+    assert tree.get(leaf.pool_id) is None
+    assert tree.was_released(leaf.pool_id)
+    assert tree.index.match(as_tokens([1] * 20), SCOPE)[0] is root
+    assert tree.sequences_used == 2
+    tree.drop_ghosts({2})
+    assert tree.take_up(root.pool_id) is None
+    assert tree.take_up(leaf.pool_id) is leaf
+    assert (leaf.pinned, leaf.label, leaf.ttl_s, leaf.resident) == (False, None, None, True)
+    assert tree.get(leaf.pool_id) is leaf
+    assert not tree.was_released(leaf.pool_id)
+    assert tree.index.match(as_tokens([1] * 20), SCOPE)[0] is leaf
+    assert (tree.lingering, tree.sequences_used, leaf.edge) == ([], 2, (root, 10))
+    tree.retire(leaf.number)
+    assert tree.sequences_used == 2
+
+
+def test_nothing_lingers_where_pools_are_files_or_the_engine_is_gone():
+    """Who attached has a copy; and what a restart lost is lost."""
+    tree = PoolTree(2)
+    tree.release(add(tree, [1] * 10, uid=1), lingers=True)
+    tree.lose_all()
+    assert tree.lingering == []
+    tree.shares_cells = False
+    tree.release(add(tree, [2] * 10, uid=2), lingers=True)
+    assert tree.lingering == []

@@ -64,12 +64,14 @@ class Picture:
 
     def _sequence_ids(self) -> Iterator[str]:
         """The engine holds the resident pools and nothing else under the pools' sequence ids."""
-        lengths = Counter(pool["prefix_len"] for pool in self.resident)
+        lingering = [rest for rest in self.listed["draining"] if rest["lingers"]]
+        whole = [*self.resident, *lingering]
+        lengths = Counter(pool["prefix_len"] for pool in whole)
         held = Counter(pool["n_tokens"] for pool in self.counters["pools"])
         if lengths != held:
             yield f"resident pools are {lengths}, engine {held}"
-        if self.listed["pool_seq_ids_used"] != len(self.resident):
-            yield f"{self.listed['pool_seq_ids_used']} sequence ids for {len(self.resident)} pools"
+        if self.listed["pool_seq_ids_used"] != len(whole):
+            yield f"{self.listed['pool_seq_ids_used']} sequence ids for {len(whole)} pools"
         strange = [pool for pool in self.listed["pools"] if pool["residency"] not in ("resident", "evicted")]
         if strange:
             yield f"neither resident nor evicted: {strange}"

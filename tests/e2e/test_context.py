@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from typing import TYPE_CHECKING, Any
 
 import anthropic
 import openai
 import pytest
 
-from e2e.harness import bare_engine, serve
+from e2e.harness import Answer, bare_engine, serve
+from e2e.tiny_models import llama
+from polykv_proxy.engine.overflow import recognise
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -62,16 +65,144 @@ async def test_a_prompt_beyond_the_window(patched: Path, smollm: Path, tmp_path:
             assert body["error"]["opencoti"]["ctx_kind"] == "window"
 
 
-async def test_an_answer_that_fills_the_window_says_so(patched: Path, smollm: Path, tmp_path: Path) -> None:
-    """CTX-3: it ended for want of room, not because its client had asked for no more."""
-    async with serve(tmp_path, "--parallel", "1", "--ctx-size", "256", "--max-pools", "1") as served:
-        asked = {"messages": [{"role": "user", "content": "Count."}], "ignore_eos": True, "session_id": "s"}
-        short = (await served.http.post("/v1/chat/completions", {**asked, "max_tokens": 8})).json
-        assert "context_full" not in short["opencoti"]
-        full = (await served.http.post("/v1/chat/completions", {**asked, "max_tokens": 1000})).json
-        assert full["choices"][0]["finish_reason"] == "length"
-        assert full["opencoti"]["context_full"] is True
-        assert full["opencoti"]["ctx_headroom_tokens"] <= 1
+ASKED: dict[str, tuple[str, dict[str, Any]]] = {
+    "/v1/chat/completions": ("max_tokens", {"messages": [{"role": "user", "content": "Count."}]}),
+    "/v1/completions": ("max_tokens", {"prompt": "One two three"}),
+    "/completion": ("n_predict", {"prompt": "One two three"}),
+    "/v1/messages": ("max_tokens", {"messages": [{"role": "user", "content": "Count."}]}),
+    "/v1/responses": ("max_output_tokens", {"input": "Count."}),
+}
+
+
+def block_of(answer: Answer, *, stream: bool) -> dict[str, Any]:
+    """The proxy's block, of whatever API, there once."""
+    documents = answer.events if stream else [answer.json]
+    (found,) = [document["opencoti"] for document in documents if "opencoti" in document]
+    return dict(found)
+
+
+@pytest.mark.parametrize("path", ASKED)
+async def test_an_answer_that_fills_the_window_says_so(
+    patched: Path, smollm: Path, tmp_path: Path, path: str
+) -> None:
+    """CTX-3: it ended for want of room, not because its client had asked for no more; on every API."""
+    bound, body = ASKED[path]
+    asked = {**body, "ignore_eos": True, "logit_bias": [[2, False]], "session_id": "s"}
+    if path == "/v1/messages":  # this API drops what it does not know: the answer may end by itself
+        asked = {
+            **body,
+            "messages": [{"role": "user", "content": "Count to a thousand: 1, 2, 3, 4, 5, 6, 7"}],
+        }
+        asked |= {"session_id": "s"}
+    async with serve(tmp_path, "--parallel", "1", "--ctx-size", "96", "--max-pools", "0") as served:
+        for stream in (False, True):
+            short = await served.http.post(path, {**asked, bound: 8, "stream": stream})
+            assert "context_full" not in block_of(short, stream=stream)
+            full = block_of(
+                await served.http.post(path, {**asked, bound: 1000, "stream": stream}), stream=stream
+            )
+            assert full["context_full"] is True
+            assert full["ctx_headroom_tokens"] <= 1
+            assert full["ctx_used"] >= 95
+
+
+async def test_pressure_rises_to_the_wall(patched: Path, smollm: Path, tmp_path: Path) -> None:
+    """CTX-3: use of the nearest wall, its ramp, and the context arm of capacity."""
+    llama(tmp_path / "llama.gguf", smollm)
+    sizes = ("--parallel", "2", "--ctx-size", "2048", "--max-pools", "1")
+    async with serve(tmp_path, "--model", str(tmp_path / "llama.gguf"), *sizes) as served:
+
+        async def read() -> tuple[dict[str, Any], dict[str, Any]]:
+            await served.listing()
+
+            async def fresh() -> bool:
+                used = (await served.counters())["kv"]["n_used"] / 2048
+                seen = (await served.http.get("/polykv/tps?once=1")).json["pressure"]
+                return seen is not None and abs(seen - used) < 0.002
+
+            await served.until(fresh)
+            return (
+                (await served.http.get("/polykv/tps?once=1")).json,
+                (await served.http.get("/polykv/capacity")).json,
+            )
+
+        rates, capacity = await read()
+        assert (rates["pressure"], rates["compaction_pressure"]) == (0.0, 0.0)
+        assert (capacity["pressure"], capacity["compaction_pressure"]) == (0.0, 0.0)
+        for length, ramp in ((1000, 0.0), (1740, 0.5), (2046, 1.0)):
+            body = {"prompt": [100 + at % 800 for at in range(length)], "n_predict": 1, "session_id": "s"}
+            assert (await served.http.post("/completion", body)).status == 200
+            for told in await read():
+                assert told["pressure"] == pytest.approx(length / 2048, abs=0.002)
+                assert told["compaction_pressure"] == pytest.approx(ramp, abs=0.01)
+            (session,) = (await served.http.get("/polykv/sessions")).json["sessions"]
+            assert (session["ctx_used"], session["ctx_total"]) == (length, 2048)
+            assert session["ctx_headroom_tokens"] == 2048 - length
+        await served.empty_slots()
+        fits = (await served.http.get("/polykv/capacity?expected_tokens=1000")).json
+        assert fits["can_admit"] is True
+        never = (await served.http.get("/polykv/capacity?expected_tokens=2049")).json
+        assert (never["can_admit"], never["reason"]) == (False, "context headroom exhausted")
+
+
+async def test_odd_message_lists_are_reported_and_go_through(
+    patched: Path, smollm: Path, tmp_path: Path
+) -> None:
+    """CTX-10: the engine gets what the client sent; what is odd about it is said."""
+    odd = [
+        {"role": "user", "content": "Hi."},
+        {"role": "system", "content": "Be brief."},
+        {"role": "tool", "tool_call_id": "nobody", "content": "42"},
+        {"role": "assistant", "content": "Well,"},
+    ]
+    body = {"messages": odd, "max_tokens": 2}
+    async with serve(tmp_path, "--parallel", "1", "--ctx-size", "512", "--max-pools", "1") as served:
+        said = await served.http.post("/v1/chat/completions", {**body, "session_id": "s"})
+        assert said.json["opencoti"]["lint"] == [
+            {"rule": "system_first", "message_index": 1},
+            {"rule": "tool_after_caller", "message_index": 2},
+            {"rule": "last_is_user_or_tool", "message_index": 3},
+        ]
+        direct = await served.engine.post("/v1/chat/completions", body)
+        assert said.json["usage"]["prompt_tokens"] == direct.json["usage"]["prompt_tokens"]
+
+
+KNOWN = {
+    "request (%d tokens) exceeds the available context size (%d tokens), try increasing it",
+    "input (%d tokens) is larger than the max context size (%d tokens). skipping",
+    "context shift is disabled",
+    "context shift cannot be used for shared prompt",
+    "Context size has been exceeded.",
+    "the KV cache is full: the prompt needs %d cells, pools and kept slots leave %d",
+}
+"""What the pinned engine and its patch say when a conversation does not fit: for good, and as an error."""
+OTHERS = (
+    "too large to process",  # a batch
+    "may be about to shift",  # a snapshot
+    "try again later",  # others need the cells now
+)
+"""Of other errors with such words."""
+SPOKEN = re.compile(
+    r"(?i)exceeds the available context|max context size|context shift (is disabled|cannot be used)"
+    r"|context size has been exceeded|kv cache is full|too large to process|about to shift"
+)
+
+
+def test_every_wording_of_the_engine_is_known(patched: Path) -> None:
+    """CTX-4: its files are searched for words of this kind; a new version that has others fails here."""
+    files = [patched, *patched.parent.glob("*.so*"), *(patched.parent.parent / "lib").glob("*.so*")]
+    found = set()
+    for file in files:
+        for raw in re.findall(rb"[\x20-\x7e]{16,}", file.read_bytes()):
+            wording = raw.decode()
+            if SPOKEN.search(wording) and not any(other in wording for other in OTHERS):
+                found.add(wording)
+    said = {wording.replace("%lld", "%d").replace("%zu", "%d").replace("%i", "%d") for wording in found}
+    assert said == KNOWN
+    for wording in said:
+        recognised = recognise({"message": wording.replace("%d", "7"), "type": "server_error"})
+        assert recognised is not None, wording
+        assert (recognised.required_tokens == 7) == ("%d" in wording)
 
 
 async def test_cells_that_run_out_on_a_stock_engine(stock: Path, smollm: Path, tmp_path: Path) -> None:

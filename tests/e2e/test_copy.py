@@ -276,6 +276,31 @@ async def test_an_evicted_pool_is_computed_again(clean: Served) -> None:
     assert len(files(clean)) == 1
 
 
+@pytest.mark.parametrize("damage", ["deleted", "cut", "overwritten"])
+async def test_a_pool_whose_file_is_damaged_is_computed_again(clean: Served, damage: str) -> None:
+    """POOL-1: the first to attach computes its prompt, and is told; the next finds the pool as it was."""
+    pool = await created(clean, prompt=SYSTEM)
+    (file,) = files(clean)
+    if damage == "deleted":
+        file.unlink()
+    else:
+        whole = file.read_bytes()
+        file.write_bytes(whole[:-100] if damage == "cut" else b"\0" * len(whole))
+    body = {"prompt": SYSTEM + QUESTION, "n_predict": 1, "pool_id": pool["pool_id"]}
+    answer = await clean.http.post("/completion", body)
+    assert answer.status == 200, answer.body
+    assert answer.json["opencoti"]["n_pool_shared"] == 0
+    (shown,) = (await clean.http.get("/polykv/pools")).json["pools"]
+    assert (shown["pool_id"], shown["residency"]) == (pool["pool_id"], "evicted")
+    await empty_slots(clean)
+    answer = await clean.http.post("/completion", body)
+    assert answer.json["timings"]["cache_n"] == answer.json["opencoti"]["n_pool_shared"] > 0
+    (shown,) = (await clean.http.get("/polykv/pools")).json["pools"]
+    assert shown["residency"] == "resident"
+    assert clean.process.returncode is None
+    assert len(files(clean)) == 1
+
+
 async def test_capacity_counts_files(clean: Served) -> None:
     """POOL-5: one too many is a 409 that names what could go."""
     for number in range(6):

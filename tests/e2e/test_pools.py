@@ -386,3 +386,39 @@ async def test_conversations_return_to_the_slot_that_holds_them(clean: Served) -
             said[number] = answer["usage"]["prompt_tokens"]
             history.append(answer["choices"][0]["message"])
             history.append({"role": "user", "content": f"And then, in turn {turn}?"})
+
+
+PIXEL = (
+    "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5E"
+    "rkJggg=="
+)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
+async def test_a_picture_is_the_engines_to_refuse(clean: Served, path: str) -> None:
+    """POOL-19: this model sees none; its own refusal comes through, and nothing that was there is gone."""
+    made = await make(clean)
+    talk = chat("Hi.", session_id="talks", pool_id=made["pool_id"])
+    assert (await clean.http.post("/v1/chat/completions", talk)).status == 200
+    before = await clean.listing()
+
+    part: dict[str, Any] = {"type": "image_url", "image_url": {"url": PIXEL}}
+    if path == "/v1/messages":
+        data = PIXEL.partition(",")[2]
+        part = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
+    elif path == "/v1/responses":
+        part = {"type": "input_image", "image_url": PIXEL}
+    seen = [{"role": "user", "content": [part]}]
+    body = {"input": seen} if path == "/v1/responses" else {"messages": seen, "max_tokens": 2}
+    direct = await clean.engine.post(path, body)
+    assert direct.status >= 400
+    for stream in (False, True):
+        asked = {**body, "pool_id": made["pool_id"], "session_id": "sees", "stream": stream}
+        refused = await clean.http.post(path, asked)
+        assert (refused.status, refused.json) == (direct.status, direct.json)
+    after = await clean.listing()
+    assert after["kv_cells_used"] == before["kv_cells_used"]
+    assert after["unattributed_cells"] == 0
+    assert [pool["residency"] for pool in after["pools"]] == ["resident"]
+    again = await clean.http.post("/v1/chat/completions", talk)
+    assert again.json["timings"]["prompt_n"] == 1

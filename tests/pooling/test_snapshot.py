@@ -75,8 +75,9 @@ async def test_a_slot_whose_next_request_is_on_its_way_is_not_snapshot(proxies):
     await every_cell_has_its_owner(rig)
 
 
-async def test_what_a_snapshot_stands_on_is_known_again(rig):
+async def test_what_a_snapshot_stands_on_is_known_again(proxies):
     """While it was on the way nobody seemed to hold what is left of the released pool below it."""
+    rig = await proxies(pools={"grace_s": 0.0})
     first, _, _ = await create(rig)
     root, _, _ = await create(rig, as_tokens(ids((1, 40))))
     await talked(rig, pool_id=root.pool_id)
