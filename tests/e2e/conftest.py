@@ -47,11 +47,12 @@ def smollm() -> Path:
 async def served(
     tmp_path_factory: pytest.TempPathFactory, patched: Path, smollm: Path
 ) -> AsyncIterator[Served]:
-    """A proxy with 4 slots, 8,192 cells and 6 pools, shared by the tests of a module."""
+    """A proxy with 4 slots, 8,192 cells and 6 pools, shared by the tests of a module; no grace."""
     assert patched.exists()
     assert smollm.exists()
     sizes = ("--parallel", "4", "--ctx-size", "8192", "--max-pools", "6")
-    async with serve(tmp_path_factory.mktemp("served"), *sizes) as proxy:
+    env = {"POLYKV_POOLS__GRACE_S": "0"}
+    async with serve(tmp_path_factory.mktemp("served"), *sizes, env=env) as proxy:
         yield proxy
 
 

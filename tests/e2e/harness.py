@@ -148,10 +148,10 @@ class Served:
         return sum(slot["n_prompt_total"] for slot in (await self.quiet())["slots"])
 
     async def clear(self, headers: dict[str, str] | None = None) -> None:
-        """Release every pool of a key, none unless given, and empty the slots."""
+        """Empty the slots, and release every pool of a key, none unless given."""
+        await self.empty_slots()  # first: what is released while it is in use has a grace
         for pool in (await self.http.get("/polykv/pools", headers=headers)).json["pools"]:
             await self.http("DELETE", f"/polykv/pools/{pool['pool_id']}?recursive=1", headers=headers)
-        await self.empty_slots()
 
     async def _erased(self, slot: int) -> bool:
         return (await self.http.post(f"/slots/{slot}?action=erase", {})).status == 200

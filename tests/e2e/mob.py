@@ -335,6 +335,11 @@ class Mob:
     async def go_home(self) -> None:
         """Release everything, empty the slots: nothing is left, and all of it can be had again."""
         await self.served.clear()
+
+        async def nothing_lingers() -> bool:
+            return not (await self.served.listing())["draining"]
+
+        await self.served.until(nothing_lingers)
         picture = await self.look()
         assert picture.listed["pools"] == picture.listed["draining"] == picture.listed["unpooled"] == []
         assert picture.counters["kv"]["n_used"] == 0

@@ -45,7 +45,7 @@ async def served(
 ) -> AsyncIterator[Served]:
     """A proxy in front of it."""
     assert patched.exists()
-    env = {"POLYKV_POOLS__AUTO_POOLS": "false"}
+    env = {"POLYKV_POOLS__AUTO_POOLS": "false", "POLYKV_POOLS__GRACE_S": "0"}
     async with serve(tmp_path_factory.mktemp("keeping"), *sizes(tiny), env=env) as proxy:
         yield proxy
 
@@ -124,6 +124,54 @@ async def test_pins_reach_up_to_the_root(clean: Served) -> None:
     await accounted(clean)
     assert ((await shown(clean, root)) or {})["pinned_by_descendants"] is False
     assert await clean.cells_used() == len(TRUNK)
+
+
+async def test_grace_after_a_release_while_sessions_rest_on_it(
+    tiny: Path, patched: Path, tmp_path: Path
+) -> None:
+    """POOL-9: the id at once, the cells after the last holder and a grace; the same content takes them up."""
+    assert patched.exists()
+    env = {"POLYKV_POOLS__AUTO_POOLS": "false", "POLYKV_POOLS__GRACE_S": "2"}
+    async with serve(tmp_path, *sizes(tiny), env=env) as served:
+        root = await make(served, TRUNK)
+        answer = await served.http.post(f"/polykv/pools/{root['pool_id']}/fork", {"tokens": LEFT})
+        leaf = answer.json
+        await turn(served, [*TRUNK, *LEFT[len(TRUNK) :][:10], 5], "rider", pool_id=leaf["pool_id"])
+        gone = (await served.http("DELETE", f"/polykv/pools/{root['pool_id']}?recursive=1")).json
+        assert gone["released"] == [leaf["pool_id"], root["pool_id"]]
+        assert (gone["cells_freed"], gone["cells_draining"]) == (0, len(LEFT))  # all of both
+        assert await shown(served, root) is await shown(served, leaf) is None
+        listed = await accounted(served)
+        assert sorted((rest["lingers"], rest["prefix_len"]) for rest in listed["draining"]) == [
+            (True, len(TRUNK)),
+            (True, len(LEFT)),
+        ]
+        assert listed["pool_seq_ids_used"] == 2
+        unpooled = await served.http.post(
+            "/v1/completions", {"prompt": [*LEFT, 6], "max_tokens": 1, "pool_id": leaf["pool_id"]}
+        )
+        assert unpooled.json["opencoti"]["pool_unknown"] is True
+
+        before = await served.computed()
+        again = await make(served, LEFT)
+        assert (again["pool_id"], again["created"]) == (leaf["pool_id"], False)
+        assert again["prompt_tokens_computed"] == await served.computed() - before == 0
+        await served.http("DELETE", f"/polykv/pools/{leaf['pool_id']}")
+
+        # two pools more take the sequence ids of those that linger only if there is no other
+        others = [await make(served, [number, *RIGHT]) for number in (7, 8, 9)]
+        assert len((await accounted(served))["draining"]) >= 1
+        for pool in others:
+            await served.http("DELETE", f"/polykv/pools/{pool['pool_id']}")
+        await served.empty_slots()
+
+        async def empty() -> bool:
+            return await served.cells_used() == 0
+
+        await served.until(empty)
+        counters = await served.counters()
+        assert counters["pools"] == []
+        assert (await served.listing())["pool_seq_ids_used"] == 0
 
 
 @pytest.mark.parametrize("grace_s", [600, 1])

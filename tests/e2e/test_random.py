@@ -21,7 +21,9 @@ SIZES = ("--parallel", str(SLOTS), "--ctx-size", str(CELLS), "--max-pools", str(
 
 TINY = Scale(vocabulary=1000, clients=8, bout=70, segment=50, talk=100, head=300)
 SMOLLM = Scale(vocabulary=40_000, clients=6, bout=20, segment=20, talk=16, head=100)
-SMALL_POOLS = {"POLYKV_POOLS__AUTO_MIN_TOKENS": "80", "POLYKV_POOLS__AUTO_GAIN_TOKENS": "20"}
+GRACE = {"POLYKV_POOLS__GRACE_S": "1"}
+"""So that what is released while in use lingers, is taken up, makes room, and goes."""
+SMALL_POOLS = {**GRACE, "POLYKV_POOLS__AUTO_MIN_TOKENS": "80", "POLYKV_POOLS__AUTO_GAIN_TOKENS": "20"}
 """So that pools come by themselves on prompts that a real model computes in a moment."""
 
 
@@ -70,7 +72,7 @@ async def test_random_work_on_a_tiny_model_leaves_no_cell_behind(
     model = tmp_path / "llama.gguf"
     llama(model, smollm)
     one_thread = ("--engine-arg", "--threads", "--engine-arg", "1")  # two would wait for each other
-    async with serve(tmp_path, "--model", str(model), *SIZES, *one_thread) as served:
+    async with serve(tmp_path, "--model", str(model), *SIZES, *one_thread, env=GRACE) as served:
         mob = await unleash(served, TINY, OPERATIONS)
     check(mob, OPERATIONS)
     assert mob.automatic
