@@ -123,7 +123,8 @@ class Room:
     async def end_grace(self, pool: PrefixPool) -> int:
         """Give back a released pool that lingers; returns the cells that nobody else held."""
         pool.lingers = False
-        freed = await self.give_back(pool.number, self._runtime.epoch)
+        giving = self.give_back(pool.number, self._runtime.epoch)
+        freed = await asyncio.shield(self._runtime.background(giving))  # to the end whoever leaves
         log.info("pool_gone", pool_id=pool.pool_id, cells_freed=freed)
         return freed
 

@@ -145,3 +145,19 @@ async def test_no_grace_unless_the_policy_grants_one(proxies):
     assert rig.runtime.plane.tree.sequences_used == 0
     await rig.ask("/polykv/sessions/me/close", {})
     assert rig.engine.used == 0
+
+
+async def test_a_grace_that_was_ended_ends_whoever_leaves(proxies):
+    """The client for whose pool it made room is gone; the number comes back all the same."""
+    rig = await proxies(max_pools=1)
+    made = await ridden(rig)
+    path = f"/polykv/engine/pools/{made.number}"
+    rig.engine.slow[path] = asyncio.Event()
+    task = create(rig)
+    await until(lambda: not made.lingers)
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+    rig.engine.slow.pop(path).set()
+    await until(lambda: rig.runtime.plane.tree.sequences_used == 0)
+    assert not rig.engine.pools
