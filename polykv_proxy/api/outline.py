@@ -77,6 +77,11 @@ def has_media(body: bytes) -> bool:
     return _MEDIA.search(body) is not None
 
 
+def media_parts(body: bytes) -> int:
+    """How many images and sounds a body carries."""
+    return sum(1 for _ in _MEDIA.finditer(body))
+
+
 def prompt_of(body: bytes) -> bytes:
     """The raw ``prompt`` member; empty where there is none."""
     try:

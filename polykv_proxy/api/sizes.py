@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from polykv_proxy.api.outline import media_parts
 from polykv_proxy.core import costs
 from polykv_proxy.core.cells import Need
 
@@ -12,9 +13,6 @@ if TYPE_CHECKING:
     from polykv_proxy.api.families import Family
     from polykv_proxy.core.decisions import AttachPlan
     from polykv_proxy.core.types import Tokens
-
-_MEDIA = (b"image_url", b"input_image", b"input_audio", b'"image"')
-"""Stand in bodies that carry media, or point at some."""
 
 
 def need_of(
@@ -29,7 +27,7 @@ def need_of(
         tokens: its prompt; None if nobody counted it.
         slots: that the engine runs it in, where it chooses them itself.
     """
-    media = 0 if tokens is not None else sum(asked.body.count(word) for word in _MEDIA)
+    media = 0 if tokens is not None else media_parts(asked.body)
     size = costs.Asked(
         kind=(None if plan is None else plan.pool.label, family.dialect),
         body_bytes=len(asked.body),

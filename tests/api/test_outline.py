@@ -149,6 +149,15 @@ def test_an_answer_as_it_comes_back():
     assert (part.text, part.verbatim) == ("Hello", True)
 
 
+def test_media_are_counted_once_each():
+    """Though a part names its kind twice."""
+    part = {"type": "image_url", "image_url": {"url": "data:,"}}
+    assert (
+        outline.media_parts(json.dumps({"content": [part, {"type": "text", "text": "x"}, part]}).encode())
+        == 2
+    )
+
+
 def test_media_in_a_body_are_seen():
     """Of whatever API; a text that speaks of them is none."""
     for part in (
