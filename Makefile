@@ -65,7 +65,7 @@ $(STAMP):
 	@rm -f .venv/.made-*
 	@$(PYTHON) -m venv .venv
 	@$(PIP) --upgrade 'pip>=25.1'
-	@$(PIP) --editable . --group dev
+	@$(PIP) --editable '.[client,langgraph]' --group dev
 	@touch $@
 
 # a compiler must come from the system; cmake and ninja also come from the package index
