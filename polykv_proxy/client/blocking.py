@@ -11,7 +11,7 @@ import httpx
 
 from polykv_proxy.client import calls, procedures, transport
 from polykv_proxy.client.errors import PolyKVError
-from polykv_proxy.client.events import EventReader
+from polykv_proxy.client.events import ChatEvents, EventReader
 from polykv_proxy.client.patience import Patience
 
 if TYPE_CHECKING:
@@ -254,23 +254,69 @@ class PolyKVClient:
         return self.send(calls.props())
 
     @contextmanager
+    def chat_stream(self, body: Mapping[str, Any]) -> Iterator[Iterator[JsonObject]]:
+        """One chat as a stream of documents: ``with client.chat_stream(body) as documents``.
+
+        It is never sent again once it may have begun, and a stream without its end marker is an error.
+        The block's end closes the connection, which stops the engine's work.
+
+        Raises:
+            TruncatedStreamError: while documents are read.
+        """
+        call = calls.chat({**body, "stream": True})
+        with self._open(call) as answer:
+            yield _documents(answer)
+
+    @contextmanager
     def tps_stream(self) -> Iterator[Iterator[Rates]]:
-        """``GET /polykv/tps`` as a stream: ``with client.tps_stream() as documents: for rates in documents``.
+        """``GET /polykv/tps`` as a stream: ``with client.tps_stream() as documents``.
 
         The block's end closes the connection.
         """
-        request = self._http.build_request("GET", "/polykv/tps", headers={"Accept": "text/event-stream"})
-        try:
-            answer = self._http.send(request, stream=True)
-        except httpx.HTTPError as error:
-            raise transport.failure(error) from error
-        try:
-            if answer.status_code >= 400:
-                answer.read()
-                raise transport.refusal(answer)
+        with self._open(calls.rates_stream()) as answer:
             yield _rates(answer)
+
+    @contextmanager
+    def _open(self, call: Call[Any]) -> Iterator[httpx.Response]:
+        """A successful answer whose body is not read yet; sent again as in ``send``."""
+        attempts = self._patience.attempts()
+        while True:
+            try:
+                answer = self._begun(call)
+                break
+            except PolyKVError as error:
+                pause = attempts.pause_after(error, idempotent=call.idempotent)
+                if pause is None:
+                    raise
+            time.sleep(pause)
+        try:
+            yield answer
         finally:
             answer.close()
+
+    def _begun(self, call: Call[Any]) -> httpx.Response:
+        try:
+            request = self._http.build_request(**transport.request_options(call))
+            answer = self._http.send(request, stream=True)
+            if answer.status_code < 400:
+                return answer
+            try:
+                answer.read()
+            finally:
+                answer.close()
+        except httpx.HTTPError as error:
+            raise transport.failure(error) from error
+        raise transport.refusal(answer)
+
+
+def _documents(answer: httpx.Response) -> Iterator[JsonObject]:
+    events = ChatEvents()
+    try:
+        for piece in answer.iter_bytes():
+            yield from events.feed(piece)
+    except httpx.HTTPError as error:
+        raise transport.failure(error) from error
+    events.finish()
 
 
 def _rates(answer: httpx.Response) -> Iterator[Rates]:

@@ -201,6 +201,11 @@ def rates() -> Call[results.Rates]:
     return Call("GET", "/polykv/tps", results.Rates.read, params={"once": "1"})
 
 
+def rates_stream() -> Call[JsonObject]:
+    """``GET /polykv/tps``, document after document."""
+    return Call("GET", "/polykv/tps", dict, headers={"Accept": "text/event-stream"})
+
+
 def props() -> Call[JsonObject]:
     """``GET /props``; has a member ``opencoti`` where it is the proxy's."""
     return Call("GET", "/props", dict)

@@ -11,7 +11,7 @@ import httpx
 
 from polykv_proxy.client import calls, procedures, transport
 from polykv_proxy.client.errors import PolyKVError
-from polykv_proxy.client.events import EventReader
+from polykv_proxy.client.events import ChatEvents, EventReader
 from polykv_proxy.client.patience import Patience
 
 if TYPE_CHECKING:
@@ -252,24 +252,71 @@ class AsyncPolyKVClient:
         return await self.send(calls.props())
 
     @asynccontextmanager
+    async def chat_stream(self, body: Mapping[str, Any]) -> AsyncIterator[AsyncIterator[JsonObject]]:
+        """One chat as a stream of documents: ``async with client.chat_stream(body) as documents``.
+
+        It is never sent again once it may have begun, and a stream without its end marker is an error.
+        The block's end closes the connection, which stops the engine's work.
+
+        Raises:
+            TruncatedStreamError: while documents are read.
+        """
+        call = calls.chat({**body, "stream": True})
+        async with self._open(call) as answer:
+            yield _documents(answer)
+
+    @asynccontextmanager
     async def tps_stream(self) -> AsyncIterator[AsyncIterator[Rates]]:
-        """``GET /polykv/tps`` as a stream: ``async with client.tps_stream() as documents: async for …``.
+        """``GET /polykv/tps`` as a stream: ``async with client.tps_stream() as documents``.
 
         The block's end closes the connection.
         """
-        http = await self._clients.get()
-        request = http.build_request("GET", "/polykv/tps", headers={"Accept": "text/event-stream"})
-        try:
-            answer = await http.send(request, stream=True)
-        except httpx.HTTPError as error:
-            raise transport.failure(error) from error
-        try:
-            if answer.status_code >= 400:
-                await answer.aread()
-                raise transport.refusal(answer)
+        async with self._open(calls.rates_stream()) as answer:
             yield _rates(answer)
+
+    @asynccontextmanager
+    async def _open(self, call: Call[Any]) -> AsyncIterator[httpx.Response]:
+        """A successful answer whose body is not read yet; sent again as in ``send``."""
+        attempts = self._patience.attempts()
+        while True:
+            try:
+                answer = await self._begun(call)
+                break
+            except PolyKVError as error:
+                pause = attempts.pause_after(error, idempotent=call.idempotent)
+                if pause is None:
+                    raise
+            await asyncio.sleep(pause)
+        try:
+            yield answer
         finally:
             await answer.aclose()
+
+    async def _begun(self, call: Call[Any]) -> httpx.Response:
+        http = await self._clients.get()
+        try:
+            request = http.build_request(**transport.request_options(call))
+            answer = await http.send(request, stream=True)
+            if answer.status_code < 400:
+                return answer
+            try:
+                await answer.aread()
+            finally:
+                await answer.aclose()
+        except httpx.HTTPError as error:
+            raise transport.failure(error) from error
+        raise transport.refusal(answer)
+
+
+async def _documents(answer: httpx.Response) -> AsyncIterator[JsonObject]:
+    events = ChatEvents()
+    try:
+        async for piece in answer.aiter_bytes():
+            for document in events.feed(piece):
+                yield document
+    except httpx.HTTPError as error:
+        raise transport.failure(error) from error
+    events.finish()
 
 
 async def _rates(answer: httpx.Response) -> AsyncIterator[Rates]:

@@ -5,8 +5,8 @@ import inspect
 
 import httpx
 import pytest
-from client.serving import Scripted, hang_up
 
+from client.serving import Scripted, hang_up, stream
 from polykv_proxy.client import (
     AsyncPolyKVClient,
     ConnectionFailedError,
@@ -15,6 +15,7 @@ from polykv_proxy.client import (
     PoolNotFoundError,
     PoolSaturatedError,
     ServerError,
+    TruncatedStreamError,
 )
 from polykv_proxy.client.procedures import History
 
@@ -190,7 +191,7 @@ async def test_a_client_of_ones_own_stays_open():
 
 def test_both_clients_offer_the_same():
     """Names, arguments and docstrings; only the shell differs."""
-    shell = {"close", "aclose", "tps_stream"}
+    shell = {"close", "aclose", "tps_stream", "chat_stream"}
     blocking, concurrent = (
         {
             name: (str(inspect.signature(method)), inspect.getdoc(method))
@@ -201,3 +202,41 @@ def test_both_clients_offer_the_same():
     )
     assert blocking == concurrent
     assert len(blocking) >= 20
+
+
+async def test_a_chat_as_a_stream(rig):
+    """Documents, one by one, to the end marker."""
+
+    def work(client):
+        with client.chat_stream({"messages": [SYSTEM, {"role": "user", "content": "Hi"}]}) as documents:
+            return list(documents)
+
+    documents = await in_thread(rig.url, work)
+    assert any(each["choices"] and each["choices"][0]["finish_reason"] for each in documents)
+
+
+async def test_a_stream_that_breaks_off_is_an_error():
+    """What came until then came; then it is said that there is more."""
+    seen = []
+
+    def work(client):
+        with client.chat_stream({"messages": []}) as documents:
+            seen.extend(documents)
+
+    async with Scripted(stream({"n": 1}, end=b"")) as server:
+        with pytest.raises(TruncatedStreamError):
+            await in_thread(server.url, work)
+        assert len(server.requests) == 1
+
+
+async def test_a_refused_stream_is_opened_again():
+    """It had not begun; what begins afterwards is not repeated."""
+    full = (429, {"retry-after": "0"}, {"error": {"code": "queue_full", "message": "full"}})
+
+    def work(client):
+        with client.chat_stream({"messages": []}) as documents:
+            return list(documents)
+
+    async with Scripted(full, stream({"n": 1})) as server:
+        assert await in_thread(server.url, work) == [{"n": 1}]
+        assert len(server.requests) == 2

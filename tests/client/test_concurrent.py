@@ -3,14 +3,15 @@
 import asyncio
 
 import pytest
-from client.serving import Scripted, hang_up
 
+from client.serving import Scripted, hang_up, stream
 from polykv_proxy.client import (
     AsyncPolyKVClient,
     ConnectionFailedError,
     PoolNotFoundError,
     PoolSaturatedError,
     ServerError,
+    TruncatedStreamError,
 )
 from polykv_proxy.client.procedures import History
 
@@ -106,3 +107,30 @@ async def test_a_call_that_is_cancelled_leaves_nothing_behind():
         with pytest.raises(asyncio.CancelledError):
             await call
         await server.all_closed()
+
+
+async def test_a_stream_that_is_left_closes_its_connection():
+    """In the middle of the answer, by an exception of the reader's."""
+    waiting = asyncio.Event()
+    async with Scripted(stream({"n": 1}, hold=waiting)) as server, AsyncPolyKVClient(server.url) as client:
+
+        async def leave():
+            async with client.chat_stream({"messages": []}) as documents:
+                async for document in documents:
+                    raise ZeroDivisionError(document)
+
+        with pytest.raises(ZeroDivisionError):
+            await leave()
+        await server.all_closed()
+
+
+async def test_streams_are_complete_or_an_error():
+    """With and without the end marker; a refusal is waited for."""
+    full = (429, {"retry-after": "0"}, {"error": {"code": "queue_full", "message": "full"}})
+    script = (full, stream({"n": 1}), stream({"n": 1}, end=b""))
+    async with Scripted(*script) as server, AsyncPolyKVClient(server.url) as client:
+        async with client.chat_stream({"messages": []}) as documents:
+            assert [document async for document in documents] == [{"n": 1}]
+        with pytest.raises(TruncatedStreamError):
+            async with client.chat_stream({"messages": []}) as documents:
+                assert [document async for document in documents]

@@ -6,8 +6,8 @@ import sys
 
 import httpx
 import pytest
-from client.serving import Scripted
 
+from client.serving import Scripted
 from polykv_proxy.client import calls, errors, transport
 from polykv_proxy.client.transport import LoopClients, Target
 
@@ -84,9 +84,10 @@ async def test_a_closed_client_is_replaced():
 IMPORTED = """
 import sys
 import {module}
-print("\\n".join(sorted(name for name in sys.modules if name.startswith("polykv_proxy.") or name in {heavy!r})))
+ours = [name for name in sys.modules if name.startswith("polykv_proxy.")]
+print("\\n".join([*ours, *sys.modules.keys() & {heavy!r}]))
 """
-HEAVY = ("aiohttp", "msgspec", "structlog", "uvloop", "pydantic_settings", "prometheus_client", "httptools")
+HEAVY = {"aiohttp", "msgspec", "structlog", "uvloop", "pydantic_settings", "prometheus_client", "httptools"}
 
 
 @pytest.mark.parametrize("package", ["client", "langgraph"])
