@@ -10,11 +10,12 @@ import pytest
 import pytest_asyncio
 
 from e2e.harness import Served, serve
+from e2e.hosting import Hosted, hosting
 from polykv_proxy import config
 from polykv_proxy.engine import build, model
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Iterator
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -53,6 +54,16 @@ async def served(
     sizes = ("--parallel", "4", "--ctx-size", "8192", "--max-pools", "6")
     env = {"POLYKV_POOLS__GRACE_S": "0"}
     async with serve(tmp_path_factory.mktemp("served"), *sizes, env=env) as proxy:
+        yield proxy
+
+
+@pytest.fixture(scope="module")
+def hosted(tmp_path_factory: pytest.TempPathFactory, patched: Path, smollm: Path) -> Iterator[Hosted]:
+    """The same proxy for tests that block their thread: clients without asyncio, several loops."""
+    assert patched.exists()
+    assert smollm.exists()
+    sizes = ("--parallel", "4", "--ctx-size", "8192", "--max-pools", "6")
+    with hosting(tmp_path_factory.mktemp("hosted"), *sizes) as proxy:
         yield proxy
 
 

@@ -1,0 +1,70 @@
+"""LangChain's own suites for chat models, against the proxy with the real engine.
+
+The built-in model has 135 million parameters. It answers, and what its grammar forces it to it does; it does
+not choose a tool by itself, nor find arguments by reading a question. Cases that need that are expected to
+fail; should one of them pass, that is reported as a failure, too.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
+from langchain_tests.integration_tests import ChatModelIntegrationTests
+from langchain_tests.unit_tests import ChatModelUnitTests
+
+from e2e.test_pools import SYSTEM
+from polykv_proxy.langgraph import ChatPolyKV, OpencotiChatModel
+
+if TYPE_CHECKING:
+    from langchain_core.language_models import BaseChatModel
+
+    from e2e.hosting import Hosted
+
+URL = "http://127.0.0.1:8090"
+
+
+class TestChatPolyKVUnits(ChatModelUnitTests):
+    """Construction, tools, structure, tracing: no server."""
+
+    chat_model_class = property(lambda self: ChatPolyKV)
+    chat_model_params = property(lambda self: {"model": "any", "base_url": URL})
+    init_from_env_params = property(
+        lambda self: (
+            {"POLYKV_BASE_URL": "http://x:1", "POLYKV_API_KEY": "k"},
+            {"model": "any"},
+            {"base_url": "http://x:1", "api_key": "k"},
+        )
+    )
+    supports_json_mode = property(lambda self: True)
+
+
+class TestChatPolyKV(ChatModelIntegrationTests):
+    """Everything against the engine."""
+
+    base_url = ""
+
+    @pytest.fixture(autouse=True)
+    def _proxy(self, hosted: Hosted) -> None:
+        type(self).base_url = hosted.url
+
+    chat_model_class = property(lambda self: ChatPolyKV)
+    chat_model_params = property(lambda self: {"model": "any", "base_url": self.base_url, "seed": 1})
+    supports_json_mode = property(lambda self: True)
+    model_override_value = property(lambda self: "another")
+    supported_usage_metadata_details = property(
+        lambda self: {"invoke": ["cache_read_input"], "stream": ["cache_read_input"]}
+    )
+
+    def invoke_with_cache_read_input(self, *, stream: bool = False) -> AIMessage:
+        """The same long system prompt twice: the second time it is read."""
+        model = ChatPolyKV(base_url=self.base_url, max_tokens=4, temperature=0)
+        messages = [SystemMessage(SYSTEM), HumanMessage("Say hello.")]
+        model.invoke(messages)
+        if not stream:
+            return model.invoke(messages)
+        full: Any = None
+        for chunk in model.stream(messages):
+            full = chunk if full is None else full + chunk
+        return full
