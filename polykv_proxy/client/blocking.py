@@ -278,21 +278,23 @@ class PolyKVClient:
 
     @contextmanager
     def _open(self, call: Call[Any]) -> Iterator[httpx.Response]:
-        """A successful answer whose body is not read yet; sent again as in ``send``."""
+        answer = self._opened(call)
+        try:
+            yield answer
+        finally:
+            answer.close()
+
+    def _opened(self, call: Call[Any]) -> httpx.Response:
+        """A successful answer whose body is not read yet; asked for again as in ``send``."""
         attempts = self._patience.attempts()
         while True:
             try:
-                answer = self._begun(call)
-                break
+                return self._begun(call)
             except PolyKVError as error:
                 pause = attempts.pause_after(error, idempotent=call.idempotent)
                 if pause is None:
                     raise
             time.sleep(pause)
-        try:
-            yield answer
-        finally:
-            answer.close()
 
     def _begun(self, call: Call[Any]) -> httpx.Response:
         try:

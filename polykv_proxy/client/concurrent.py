@@ -276,21 +276,23 @@ class AsyncPolyKVClient:
 
     @asynccontextmanager
     async def _open(self, call: Call[Any]) -> AsyncIterator[httpx.Response]:
-        """A successful answer whose body is not read yet; sent again as in ``send``."""
+        answer = await self._opened(call)
+        try:
+            yield answer
+        finally:
+            await answer.aclose()
+
+    async def _opened(self, call: Call[Any]) -> httpx.Response:
+        """A successful answer whose body is not read yet; asked for again as in ``send``."""
         attempts = self._patience.attempts()
         while True:
             try:
-                answer = await self._begun(call)
-                break
+                return await self._begun(call)
             except PolyKVError as error:
                 pause = attempts.pause_after(error, idempotent=call.idempotent)
                 if pause is None:
                     raise
             await asyncio.sleep(pause)
-        try:
-            yield answer
-        finally:
-            await answer.aclose()
 
     async def _begun(self, call: Call[Any]) -> httpx.Response:
         http = await self._clients.get()

@@ -171,7 +171,7 @@ class ChatPolyKV(BaseChatModel):
         body, forced = self.request(messages, stop, kwargs)
         with model_errors():
             document = self.client.send(_chat(body))
-        return to_result(document, forced)
+        return to_result(document, forced, session_name=_name(body))
 
     async def _agenerate(
         self,
@@ -183,7 +183,7 @@ class ChatPolyKV(BaseChatModel):
         body, forced = self.request(messages, stop, kwargs)
         with model_errors():
             document = await self.async_client.send(_chat(body))
-        return to_result(document, forced)
+        return to_result(document, forced, session_name=_name(body))
 
     def _stream(
         self,
@@ -193,7 +193,7 @@ class ChatPolyKV(BaseChatModel):
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
         body, forced = self.request(messages, stop, kwargs, stream=True)
-        answer = StreamedAnswer(forced)
+        answer = StreamedAnswer(forced, session_name=_name(body))
         with model_errors(), self.client.chat_stream(body) as documents:
             for document in documents:
                 if (chunk := answer.feed(document)) is not None:
@@ -210,7 +210,7 @@ class ChatPolyKV(BaseChatModel):
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
         body, forced = self.request(messages, stop, kwargs, stream=True)
-        answer = StreamedAnswer(forced)
+        answer = StreamedAnswer(forced, session_name=_name(body))
         with model_errors():
             async with self.async_client.chat_stream(body) as documents:
                 async for document in documents:
@@ -340,6 +340,11 @@ class ChatPolyKV(BaseChatModel):
         if given == AUTO:
             return session_key()
         return None if given is None else header_safe(given)
+
+
+def _name(body: Mapping[str, Any]) -> str | None:
+    name: str | None = body["opencoti"].get("session_id")
+    return name
 
 
 def _chat(body: dict[str, Any]) -> Call[dict[str, Any]]:

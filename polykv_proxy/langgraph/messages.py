@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+import uuid
 from typing import TYPE_CHECKING, Any
 
 from langchain_core.exceptions import OutputParserException
@@ -12,13 +15,15 @@ from langchain_core.output_parsers.openai_tools import make_invalid_tool_call, p
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 
 from polykv_proxy.langgraph.content_blocks import PROVIDER
+from polykv_proxy.langgraph.structured import ANY
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from langchain_core.messages import BaseMessage
+    from langchain_core.messages.tool import ToolCallChunk
 
-FORCED_CALL_ID = "call_0"
+_CALL = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"arguments"\s*:\s*(.*)', re.DOTALL)
 
 _TOLD = (
     "pool_id",
@@ -55,14 +60,17 @@ def _one_to_openai(message: BaseMessage) -> dict[str, Any]:
     return converted
 
 
-def to_result(document: Mapping[str, Any], forced: str | None = None) -> ChatResult:
+def to_result(
+    document: Mapping[str, Any], forced: str | None = None, *, session_name: str | None = None
+) -> ChatResult:
     """A complete answer.
 
     Args:
         document: the JSON.
-        forced: name of the tool whose arguments the answer's text is; None: it is text.
+        forced: name of the tool whose arguments the answer's text is, or ``ANY``; None: it is text.
+        session_name: under which it was asked.
     """
-    told = response_metadata(document)
+    told = response_metadata(document, session_name)
     usage = usage_metadata(document.get("usage"))
     generations = []
     for choice in document.get("choices") or ():
@@ -80,8 +88,8 @@ def _to_message(raw: Mapping[str, Any], forced: str | None) -> AIMessage:
     text = raw.get("content") or ""
     calls = list(raw.get("tool_calls") or ())
     if forced is not None:
-        calls = [{"id": FORCED_CALL_ID, "function": {"name": forced, "arguments": text}}]
-        text = ""
+        name, arguments = forced_call(forced, text)
+        calls, text = [{"id": _call_id(), "function": {"name": name, "arguments": arguments}}], ""
     good, bad = [], []
     for call in calls:
         try:
@@ -100,13 +108,42 @@ def _to_message(raw: Mapping[str, Any], forced: str | None) -> AIMessage:
     )
 
 
-def response_metadata(document: Mapping[str, Any]) -> dict[str, Any]:
+def forced_call(forced: str, text: str) -> tuple[str, str]:
+    """Name and arguments of a call that an answer was forced to be.
+
+    Args:
+        forced: the tool, whose arguments the text is; or ``ANY``: the text names it.
+        text: complete, or cut off.
+    """
+    if forced != ANY:
+        return forced, text
+    found = _CALL.match(text)
+    if found is None:
+        return "", text
+    arguments = found[2].rstrip()
+    return json.loads(found[1]), arguments.removesuffix("}") if _is_json(text) else arguments
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _call_id() -> str:
+    return f"call_{uuid.uuid4().hex[:16]}"
+
+
+def response_metadata(document: Mapping[str, Any], session_name: str | None = None) -> dict[str, Any]:
     """What is said about an answer; the proxy's members only where the proxy said something."""
     known = {
         "model_name": document.get("model"),
         "id": document.get("id"),
         "system_fingerprint": document.get("system_fingerprint"),
         "timings": document.get("timings"),
+        "session_name": session_name,
     }
     block = document.get("opencoti") or {}
     told = {name: block[name] for name in _TOLD if name in block}
@@ -148,12 +185,15 @@ class StreamedAnswer:
     an error. So what is said about the whole answer stands on one chunk, the last.
 
     Args:
-        forced: name of the tool whose arguments the answer's text is; None: it is text.
+        forced: name of the tool whose arguments the answer's text is, or ``ANY``; None: it is text.
+        session_name: under which it was asked.
     """
 
-    def __init__(self, forced: str | None = None) -> None:
+    def __init__(self, forced: str | None = None, *, session_name: str | None = None) -> None:
         self._forced = forced
+        self._session_name = session_name
         self._begun = False
+        self._held = ""
         self._reason: str | None = None
         self._said: dict[str, Any] = {}
 
@@ -174,14 +214,21 @@ class StreamedAnswer:
 
     def finish(self) -> ChatGenerationChunk:
         """The last chunk, with everything that is said about the whole answer."""
-        told = response_metadata(self._said)
+        told = response_metadata(self._said, self._session_name)
         message = AIMessageChunk(
             content="",
+            tool_call_chunks=self._call(),
             chunk_position="last",
             usage_metadata=usage_metadata(self._said.get("usage")),
             response_metadata={**told, "finish_reason": _reason(self._reason, self._forced)},
         )
         return ChatGenerationChunk(message=message)
+
+    def _call(self) -> list[ToolCallChunk]:
+        if self._forced is None or not self._held:
+            return []
+        name, arguments = forced_call(self._forced, self._held)
+        return [tool_call_chunk(name=name, args=arguments, id=_call_id(), index=0)]
 
     def _piece(self, delta: Mapping[str, Any]) -> AIMessageChunk | None:
         text, reasoning = delta.get("content") or "", delta.get("reasoning_content")
@@ -194,8 +241,11 @@ class StreamedAnswer:
             )
             for call in delta.get("tool_calls") or ()
         ]
-        if self._forced is not None and text:
-            name, call_id = (None, None) if self._begun else (self._forced, FORCED_CALL_ID)
+        if self._forced == ANY:  # which tool it is shows when it is complete
+            self._held += text
+            text = ""
+        elif self._forced is not None and text:
+            name, call_id = (None, None) if self._begun else (self._forced, _call_id())
             pieces, text, self._begun = [tool_call_chunk(name=name, args=text, id=call_id, index=0)], "", True
         if not (text or reasoning or pieces):
             return None

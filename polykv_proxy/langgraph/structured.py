@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from langchain_core.runnables import Runnable
     from langchain_core.tools import BaseTool
 
+ANY = "*"
+"""``forced_tool`` of an answer that names its tool itself."""
+
 Method = Literal["json_schema", "function_calling", "json_mode"]
 
 Schema = dict[str, Any] | type
@@ -48,31 +51,72 @@ def tool_name(definition: dict[str, Any]) -> str:
 def tool_choice_members(choice: object, tools: list[dict[str, Any]]) -> dict[str, Any]:
     """Call arguments for a choice of tools.
 
-    llama-server knows ``auto``, ``none`` and ``required``, and takes a named tool for ``auto``. Sending only
-    that tool would force it, and change the prompt: its tools precede the conversation, and a pool would end
-    before them. So all tools stay, none may be called, and the answer must be the tool's arguments; see
-    ``messages``.
+    What llama-server makes of ``required`` depends on the chat template, and a named tool it takes for
+    ``auto``. Sending only one tool would change the prompt: tools precede the conversation, and a pool would
+    end before them. So a call is forced in a way that leaves the prompt alone and suits any template: all
+    tools stay, none may be called, and the answer must be a call, by its grammar. ``messages`` makes a tool
+    call of it. It is one call, never several.
 
     Raises:
         ValueError: the choice names no tool of these.
     """
     if isinstance(choice, dict):
         choice = (choice.get("function") or {}).get("name") or choice.get("name") or choice.get("type")
-    if choice in (None, False):
+    if choice in (None, False) or not tools:
         return {}
-    if choice in (True, "any", "required"):
-        return {"tool_choice": "required"}
     if choice in ("auto", "none"):
         return {"tool_choice": choice}
-    found = next((tool for tool in tools if tool_name(tool) == choice), None)
-    if found is None:
-        raise ValueError(f"tool_choice {choice!r} is none of {[tool_name(tool) for tool in tools]}")
-    parameters = found["function"].get("parameters") or {"type": "object", "properties": {}}
+    if choice in (True, "any", "required"):
+        choice = tool_name(tools[0]) if len(tools) == 1 else ANY
+    if choice == ANY:
+        schema = _any_call(tools)
+    else:
+        found = next((tool for tool in tools if tool_name(tool) == choice), None)
+        if found is None:
+            raise ValueError(f"tool_choice {choice!r} is none of {[tool_name(tool) for tool in tools]}")
+        schema = _parameters(found)
     return {
         "tool_choice": "none",
         "forced_tool": choice,
-        "response_format": response_format(str(choice), parameters),
+        "response_format": response_format("call", schema),
     }
+
+
+def _parameters(tool: dict[str, Any]) -> dict[str, Any]:
+    return tool["function"].get("parameters") or {"type": "object", "properties": {}}
+
+
+def _any_call(tools: list[dict[str, Any]]) -> dict[str, Any]:
+    """An object of the name of one of the tools and its arguments, in this order."""
+    shared: dict[str, Any] = {}
+    forms = []
+    for number, tool in enumerate(tools):
+        parameters = dict(_parameters(tool))
+        for name, definition in parameters.pop("$defs", {}).items():
+            shared[f"{number}_{name}"] = _renamed(definition, number)
+        members = {"name": {"const": tool_name(tool)}, "arguments": _renamed(parameters, number)}
+        forms.append(
+            {
+                "type": "object",
+                "properties": members,
+                "required": list(members),
+                "additionalProperties": False,
+            }
+        )
+    return {"anyOf": forms, **({"$defs": shared} if shared else {})}
+
+
+def _renamed(schema: Any, number: int) -> Any:
+    """A schema whose references to its own definitions bear the number of its tool."""
+    if isinstance(schema, list):
+        return [_renamed(each, number) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    renamed = {name: _renamed(value, number) for name, value in schema.items()}
+    reference = renamed.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#/$defs/"):
+        renamed["$ref"] = f"#/$defs/{number}_{reference.removeprefix('#/$defs/')}"
+    return renamed
 
 
 def response_format(name: str, schema: dict[str, Any]) -> dict[str, Any]:

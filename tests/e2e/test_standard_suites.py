@@ -7,6 +7,7 @@ fail; should one of them pass, that is reported as a failure, too.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,15 +15,25 @@ from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
 from langchain_tests.integration_tests import ChatModelIntegrationTests
 from langchain_tests.unit_tests import ChatModelUnitTests
 
+from e2e.hosting import Hosted, hosting
 from e2e.test_pools import SYSTEM
-from polykv_proxy.langgraph import ChatPolyKV, OpencotiChatModel
+from polykv_proxy.langgraph import ChatPolyKV
 
 if TYPE_CHECKING:
-    from langchain_core.language_models import BaseChatModel
-
     from e2e.hosting import Hosted
 
 URL = "http://127.0.0.1:8090"
+TEMPLATE = Path(__file__).with_name("tool_calls.jinja")
+"""With tools, which the built-in model's own template leaves out."""
+
+
+@pytest.fixture(scope="module")
+def hosted(tmp_path_factory: pytest.TempPathFactory, patched: Path, smollm: Path) -> Iterator[Hosted]:
+    """A proxy whose prompts have tools."""
+    sizes = ("--parallel", "4", "--ctx-size", "8192", "--max-pools", "6")
+    template = ("--engine-arg", "--chat-template-file", "--engine-arg", str(TEMPLATE))
+    with hosting(tmp_path_factory.mktemp("suites"), *sizes, *template) as proxy:
+        yield proxy
 
 
 class TestChatPolyKVUnits(ChatModelUnitTests):
@@ -50,9 +61,11 @@ class TestChatPolyKV(ChatModelIntegrationTests):
         type(self).base_url = hosted.url
 
     chat_model_class = property(lambda self: ChatPolyKV)
-    chat_model_params = property(lambda self: {"model": "any", "base_url": self.base_url, "seed": 1})
+    chat_model_params = property(
+        lambda self: {"model": "any", "base_url": self.base_url, "max_tokens": 96, "temperature": 0}
+    )
     supports_json_mode = property(lambda self: True)
-    model_override_value = property(lambda self: "another")
+    model_override_value = property(lambda self: "SmolLM2-135M")
     supported_usage_metadata_details = property(
         lambda self: {"invoke": ["cache_read_input"], "stream": ["cache_read_input"]}
     )
