@@ -7,9 +7,10 @@ checkpointer can keep them. A key that was never written is not there: unknown i
 
 from __future__ import annotations
 
-from typing import Annotated, Any, NotRequired, TypedDict, TypeVar
+from typing import Annotated, Any, NotRequired, TypeVar
 
 from langchain.agents.middleware.types import AgentState, OmitFromSchema, PrivateStateAttr
+from typing_extensions import TypedDict
 
 T = TypeVar("T")
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, TypedDict
+from typing import TYPE_CHECKING, Annotated, Any
 
 from langchain.agents.middleware.types import PrivateStateAttr
 from langchain_core.messages import HumanMessage
 from langchain_core.runnables import RunnableLambda
 from langgraph.runtime import get_runtime
 from langgraph.types import Command, Send
+from typing_extensions import TypedDict
 
 from polykv_proxy.client import calls
 from polykv_proxy.client.errors import PolyKVError
@@ -60,8 +61,8 @@ class FanOut:
 
     The first node makes one pool: system and tools, which is the stable ancestor, and the shared messages
     below it. All workers ride on that; they need a session each, not a pool. A wave has as many workers as
-    the proxy has headroom for, at least one. When a wave is done, the workers' sessions are closed and the next
-    one starts; after the last the pool is released and the graph goes on.
+    the proxy has headroom for, at least one. When a wave is done, its sessions are closed and the next one
+    starts; after the last the pool is released and the graph goes on.
 
     A worker gets ``task``, ``messages`` (the shared ones and the task), ``polykv_pool`` and ``session_id``:
 

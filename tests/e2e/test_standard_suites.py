@@ -7,6 +7,7 @@ fail; should one of them pass, that is reported as a failure, too.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
