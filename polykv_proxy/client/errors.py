@@ -81,7 +81,7 @@ class ConnectionFailedError(PolyKVError):
         sent: whether the request may have arrived, and may be at work.
     """
 
-    def __init__(self, message: str, *, sent: bool) -> None:
+    def __init__(self, message: str, *, sent: bool = True) -> None:
         super().__init__(message)
         self.sent = sent
 

@@ -24,7 +24,7 @@ from polykv_proxy.client.errors import ContextOverflowError
 from polykv_proxy.client.procedures import SUMMARISE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from langchain_core.messages import BaseMessage
 
@@ -215,10 +215,10 @@ def compact(messages: Sequence[BaseMessage], instruction: str = SUMMARISE) -> St
         try:
             text = yield Summarise((*context, asked))
         except ContextOverflowError:
-            halves = [cut for cut in safe_cuts(messages) if done < cut <= end // 2]
-            if not halves:
+            half = _half(messages, done, end)
+            if half is None:
                 return Refused("summary_overflow")
-            end = halves[-1]
+            end = half
             context = tuple(messages[:end])
     if not text.strip():
         return Refused("summary_empty")
@@ -231,6 +231,17 @@ def compact(messages: Sequence[BaseMessage], instruction: str = SUMMARISE) -> St
         return Refused("summary_not_smaller")
     figures["tokens_after"] = after
     return Compacted(messages=(asked, answer, *kept), replaced=end, tokens_before=before, tokens_after=after)
+
+
+def _half(messages: Sequence[BaseMessage], done: int, end: int) -> int | None:
+    """Where the older half of a range ends: between two turns if it can be, else within one."""
+    places = [*_between(safe_cuts(messages), done, end // 2)]
+    turns = [*_between(turn_starts(messages), done, end // 2)]
+    return max(turns or places, default=None)
+
+
+def _between(places: Iterable[int], after: int, most: int) -> Iterator[int]:
+    return (place for place in places if after < place <= most)
 
 
 # -- the ladder -------------------------------------------------------------------------------------------

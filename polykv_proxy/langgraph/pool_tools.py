@@ -1,7 +1,7 @@
 """Pools as tools, for an orchestrator that looks after them itself.
 
 Errors are data: a tool answers ``{"ok": false, "error": …, "retry_after": …}`` instead of ending the graph,
-so the model can react. Bind these tools to the orchestrator only; on workers they would be part of every prompt.
+so the model can react. Bind them to the orchestrator only; on workers they would be part of every prompt.
 """
 
 from __future__ import annotations

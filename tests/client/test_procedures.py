@@ -2,6 +2,7 @@
 
 import pytest
 
+from client.playing import play
 from polykv_proxy.client import errors, procedures
 from polykv_proxy.client.procedures import SUMMARISE, History, Pause
 from polykv_proxy.client.results import Capacity, Chat, Migrated, Pool
@@ -13,21 +14,6 @@ TAIL = [{"role": "user", "content": "3"}, {"role": "assistant", "content": "4"}]
 HISTORY = History(system=[SYSTEM], past=PAST, tail=TAIL, tools=[TOOL])
 ASKED = {"role": "user", "content": SUMMARISE}
 TOLD = {"role": "assistant", "content": "short"}
-
-
-def play(procedure, *answers):
-    """Run a procedure on these answers; errors are thrown. Returns its steps, then its value."""
-    steps, answers = [next(procedure)], list(answers)
-    while True:
-        answer = answers.pop(0)
-        try:
-            if isinstance(answer, Exception):
-                steps.append(procedure.throw(answer))
-            else:
-                steps.append(procedure.send(answer))
-        except StopIteration as end:
-            assert not answers
-            return steps, end.value
 
 
 def test_room_is_waited_for_at_the_pace_of_the_proxy():

@@ -7,7 +7,6 @@ fail; should one of them pass, that is reported as a failure, too.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +20,8 @@ from e2e.test_pools import SYSTEM
 from polykv_proxy.langgraph import ChatPolyKV
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from e2e.hosting import Hosted
 
 URL = "http://127.0.0.1:8090"
