@@ -16,8 +16,9 @@ from langgraph.graph.message import add_messages
 from polykv_proxy.langgraph import ChatPolyKV, CompactionNode, Compactor, PolyKVChannels, riding
 
 SYSTEM = SystemMessage(
-    "You keep the log book of a lighthouse. You write down what the keeper tells you, you never invent weather, "
-    "and you answer in one short sentence. Ships are named with their flag. Times are given in hours after noon."
+    "You keep the log book of a lighthouse. You write down what the keeper tells you, you never invent "
+    "weather, and you answer in one short sentence. Ships are named with their flag. Times are given in hours "
+    "after noon."
 )
 WINDOW = 4096
 
@@ -59,12 +60,9 @@ def main(url: str, days: int = 12) -> tuple[Any, list[dict[str, Any]], list[dict
     graph, compactions, states = build(model), [], []
     config = {"configurable": {"thread_id": "log-book"}}
     for day in range(1, days + 1):
-        for kind, event in graph.stream(
-            {"messages": [report(day)]}, config, stream_mode=["custom", "values"]
-        ):
-            if kind == "custom":
-                compactions.append({**event, "day": day})
-                print(f"day {day}: {event['tokens_before']} tokens became {event['tokens_after']}")
+        for event in graph.stream({"messages": [report(day)]}, config, stream_mode="custom"):
+            compactions.append({**event, "day": day})
+            print(f"day {day}: {event['tokens_before']} tokens became {event['tokens_after']}")
         states.append(graph.get_state(config).values)
     return graph, compactions, states
 
