@@ -17,8 +17,8 @@ from polykv_proxy.langgraph import ChatPolyKV, CompactionNode, Compactor, PolyKV
 
 SYSTEM = SystemMessage(
     "You keep the log book of a lighthouse. You write down what the keeper tells you, you never invent "
-    "weather, and you answer in one short sentence. Ships are named with their flag. Times are given in hours "
-    "after noon."
+    "weather, and you answer in one short sentence. Ships are named with their flag. Times are given in "
+    "hours after noon."
 )
 WINDOW = 4096
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from langchain_core.runnables import Runnable
+from langgraph.config import get_config
 from langgraph.errors import NodeError  # noqa: TC002 - LangGraph looks for it in the signature
-from langgraph.runtime import get_runtime
 from langgraph.types import Command, interrupt
 
 from polykv_proxy.client import calls
@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 
 INTERRUPT = "polykv.capacity"
 """``type`` of the value of the gate's interrupts."""
+
+_CHECKPOINTER = "__pregel_checkpointer"
+"""Where LangGraph tells a node about it; there is no public way to ask."""
 
 OnFull = Literal["interrupt", "wait", "route", "raise"]
 
@@ -220,8 +223,8 @@ def _value(pool_id: str | None, sessions: int, found: Capacity) -> dict[str, Any
 
 
 def _need_checkpointer() -> None:
-    info = get_runtime().execution_info
-    if info is None or info.thread_id is None:
+    # a thread id proves nothing: it can be configured without a checkpointer
+    if not get_config()["configurable"].get(_CHECKPOINTER):
         raise NoCheckpointerError(
             "there is no room, and a graph without a checkpointer cannot be resumed: "
             "compile it with one, or let the gate wait, route or raise"

@@ -168,4 +168,5 @@ def as_data(error: PolyKVError) -> dict[str, Any]:
 
 
 def _told(document: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    return json.dumps(document, ensure_ascii=False), document
+    text = json.dumps(document, ensure_ascii=False)
+    return text, json.loads(text)

@@ -1,0 +1,118 @@
+"""Fan-out: one pool, waves by headroom, nothing left."""
+
+import asyncio
+import operator
+from typing import Annotated, Any
+
+from client.stub import StubProxy
+from langchain_core.messages import HumanMessage
+from langgraph.checkpoint.memory import InMemorySaver
+from langgraph.graph import END, START, StateGraph
+
+from polykv_proxy.langgraph import ChatPolyKV, FanChannels, FanOut, PolyKVChannels, Pools
+
+THREAD = {"configurable": {"thread_id": "t"}}
+
+
+class State(PolyKVChannels, FanChannels, total=False):
+    """What the graph keeps."""
+
+    seen: Annotated[list[Any], operator.add]
+
+
+def graph_of(model, tasks, *, shared=("context",), ask=None):
+    """Spread, ask, join, and a node after it."""
+
+    def work(given):
+        return {"seen": [given]}
+
+    fan = FanOut(
+        Pools(model),
+        worker="ask",
+        after="after",
+        tasks=lambda _: tasks,
+        shared=lambda _: [HumanMessage(text) for text in shared],
+        system="rules",
+        question=lambda task: HumanMessage(f"about {task}"),
+    )
+    builder = StateGraph(State)
+    builder.add_node("ask", ask or work)
+    builder.add_node("after", lambda state: {"seen": [len(state["seen"])]})
+    fan.add_to(builder, "spread")
+    builder.add_edge(START, "spread").add_edge("after", END)
+    return builder.compile(checkpointer=InMemorySaver())
+
+
+async def test_all_workers_share_one_pool():
+    """Below the ancestor; each has a session of its own; both are given up at the end."""
+    async with StubProxy() as proxy:
+        model = ChatPolyKV(base_url=proxy.url)
+        done = await graph_of(model, ["a", "b", "c"]).ainvoke({}, THREAD)
+        *works, count = done["seen"]
+        assert count == 3
+        assert [work["task"] for work in works] == ["a", "b", "c"]
+        assert [message.text for message in works[1]["messages"]] == ["context", "about b"]
+        (pool,) = {work["polykv_pool"]["id"] for work in works}
+        root, child = proxy.happened("created")
+        assert pool == child
+        names = [work["session_id"] for work in works]
+        assert len(set(names)) == 3
+        assert proxy.happened("close") == names
+        assert proxy.happened("released") == [child]
+        assert list(proxy.pools) == [root]
+        assert done["polykv_fan"] is None
+        await model.async_client.aclose()
+
+
+async def test_a_wave_is_as_large_as_the_headroom():
+    """The rest comes later; with none at all, one by one."""
+    async with StubProxy() as proxy:
+        model = ChatPolyKV(base_url=proxy.url)
+        running, most = set(), []
+
+        async def ask(given):
+            running.add(given["task"])
+            most.append(len(running))
+            await asyncio.sleep(0.01)
+            running.discard(given["task"])
+            return {"seen": [given["task"]]}
+
+        for headroom, largest in ((2, 2), (0, 1), (None, 5)):
+            proxy.headroom = headroom
+            most.clear()
+            config = {"configurable": {"thread_id": str(headroom)}}
+            done = await graph_of(model, list("abcde"), ask=ask).ainvoke({}, config)
+            assert sorted(done["seen"][:-1]) == list("abcde")
+            assert max(most) == largest
+        assert len(set(proxy.happened("close"))) == 15
+        await model.async_client.aclose()
+
+
+async def test_without_asyncio():
+    """The same in threads."""
+    async with StubProxy() as proxy:
+        model = ChatPolyKV(base_url=proxy.url)
+        proxy.headroom = 2
+        done = await asyncio.to_thread(graph_of(model, ["a", "b", "c"]).invoke, {}, THREAD)
+        assert done["seen"][-1] == 3
+        assert len(proxy.pools) == 1
+
+
+async def test_nothing_to_share_is_the_ancestor_itself():
+    """Which stays."""
+    async with StubProxy() as proxy:
+        model = ChatPolyKV(base_url=proxy.url)
+        await graph_of(model, ["a"], shared=()).ainvoke({}, THREAD)
+        assert len(proxy.happened("created")) == 1
+        assert proxy.happened("released") == []
+        await model.async_client.aclose()
+
+
+async def test_nothing_to_do_goes_on():
+    """No worker, and the pool is given up."""
+    async with StubProxy() as proxy:
+        model = ChatPolyKV(base_url=proxy.url)
+        done = await graph_of(model, []).ainvoke({}, THREAD)
+        assert done["seen"] == [0]
+        assert len(proxy.pools) == 1
+        await model.async_client.aclose()
