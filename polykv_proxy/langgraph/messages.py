@@ -87,7 +87,7 @@ def to_result(
 def _to_message(raw: Mapping[str, Any], forced: str | None) -> AIMessage:
     text = raw.get("content") or ""
     calls = list(raw.get("tool_calls") or ())
-    if forced is not None:
+    if forced is not None and not calls:
         name, arguments = forced_call(forced, text)
         calls, text = [{"id": _call_id(), "function": {"name": name, "arguments": arguments}}], ""
     good, bad = [], []
