@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, cast
 
 from langchain.agents.middleware.types import AgentMiddleware, ExtendedModelResponse
-from langchain.agents.structured_output import ToolStrategy
+from langchain.agents.structured_output import OutputToolBinding, ToolStrategy
 from langgraph.types import Command
 
 from polykv_proxy.client.errors import PolyKVError
@@ -122,7 +122,8 @@ class PolyKVMiddleware(AgentMiddleware[PolyKVState, Any, Any]):
         """What stands before the messages, as the model is going to send it."""
         tools: list[Any] = list(request.tools)
         if isinstance(request.response_format, ToolStrategy):  # create_agent adds these behind our back
-            tools += [_structured_tool(spec) for spec in request.response_format.schema_specs]
+            specs = request.response_format.schema_specs
+            tools += [OutputToolBinding.from_schema_spec(spec).tool for spec in specs]
         system = request.system_message
         return {
             "system": None if system is None else to_openai([system])[0],
@@ -194,13 +195,6 @@ def _attached(request: ModelRequest[Any], ref: PoolRef | None, messages: Sequenc
     if ref is not None:
         settings["pool_id"] = ref["id"]
     return request.override(messages=list(messages), model_settings=settings)
-
-
-def _structured_tool(spec: Any) -> dict[str, Any]:
-    return {
-        "type": "function",
-        "function": {"name": spec.name, "description": spec.description, "parameters": spec.json_schema},
-    }
 
 
 def _or_none(ask: Callable[[], Capacity]) -> Capacity | None:
