@@ -35,15 +35,15 @@ def refund(number: int, euros: float) -> str:
 
 
 @tool
-def shelf(article: str) -> str:
-    """Find the shelf that an article lies on."""
-    return f"{article} is on shelf 4"
+def shelf(article: int) -> str:
+    """Find the shelf that an article lies on, by the article's number."""
+    return f"article {article} is on shelf 4"
 
 
 @tool
-def restock(article: str, pieces: int) -> str:
-    """Order pieces of an article from its maker."""
-    return f"{pieces} of {article} are coming"
+def restock(article: int, pieces: int) -> str:
+    """Order pieces of an article from its maker, by the article's number."""
+    return f"{pieces} of article {article} are coming"
 
 
 GROUPS = {"clerks": [find_order, refund], "stock": [shelf, restock]}
@@ -51,7 +51,7 @@ GROUPS = {"clerks": [find_order, refund], "stock": [shelf, restock]}
 
 def main(url: str) -> dict[str, Any]:
     """Make the pools, let two agents of each group work; what each group's pool is, and the answers."""
-    model = ChatPolyKV(base_url=url, temperature=0, max_tokens=32)
+    model = ChatPolyKV(base_url=url, temperature=0, max_tokens=64)
     system = to_openai([SYSTEM])
     root = model.client.create_pool(messages=system, label="shop")
     done: dict[str, Any] = {"root": root}
@@ -61,7 +61,7 @@ def main(url: str) -> dict[str, Any]:
         agent = model.bind_tools(tools, tool_choice="any", pool_id=pool.pool_id)
         answers = [
             agent.invoke(
-                [SYSTEM, HumanMessage(f"Article vase, order {number}.")], session_id=f"{group}-{number}"
+                [SYSTEM, HumanMessage(f"Article 9, order {number}.")], session_id=f"{group}-{number}"
             )
             for number in (5, 6)
         ]

@@ -218,10 +218,19 @@ def chat(body: Mapping[str, Any]) -> Call[results.Chat]:
 
 def _members(options: Mapping[str, Any]) -> JsonObject:
     """The body: what was given. An empty tool list is none, as in the chats that are to share the pool."""
-    empty: tuple[Any, ...] = (None, False, [], (), {})
-    return {
-        name: value for name, value in options.items() if name != "idempotency_key" and value not in empty
+    body = {
+        name: list(value) if name in _LISTS and value is not None else value
+        for name, value in options.items()
+        if name != "idempotency_key"
     }
+    return {name: value for name, value in body.items() if not _says_nothing(value)}
+
+
+def _says_nothing(value: object) -> bool:
+    return value is None or value is False or value in ([], {})
+
+
+_LISTS = frozenset({"messages", "tools", "tokens"})
 
 
 def _key(options: Mapping[str, Any]) -> dict[str, str]:

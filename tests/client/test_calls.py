@@ -20,9 +20,15 @@ def test_a_pool_is_its_content_and_what_else_was_given():
 
 def test_a_fork_names_its_parent():
     """Ids are quoted; the branch position may be 0."""
-    call = calls.fork_pool("a/b", tokens=(1, 2), branch_pos=2, ttl_s=5.0)
+    call = calls.fork_pool("a/b", tokens=range(1, 3), branch_pos=2, ttl_s=5.0)
     assert call.path == "/polykv/pools/a%2Fb/fork"
     assert json.loads(call.content) == {"tokens": [1, 2], "branch_pos": 2, "ttl_s": 5.0}
+
+
+def test_what_makes_no_sense_is_the_servers_to_refuse():
+    """A zero is said, not left out."""
+    call = calls.fork_pool("p", tokens=[1], branch_pos=0, n_tokens=0, pin=False)
+    assert call.body == {"tokens": [1], "branch_pos": 0, "n_tokens": 0}
 
 
 def test_a_post_without_a_body_declares_json_all_the_same():

@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
-from langchain_tests.integration_tests import ChatModelIntegrationTests
+from langchain_tests.integration_tests import ChatModelIntegrationTests, ToolsIntegrationTests
 from langchain_tests.unit_tests import ChatModelUnitTests
 
 from e2e.hosting import Hosted, hosting
 from e2e.test_pools import SYSTEM
-from polykv_proxy.langgraph import ChatPolyKV
+from polykv_proxy.client import PolyKVClient
+from polykv_proxy.langgraph import ChatPolyKV, polykv_tools
+from polykv_proxy.langgraph.pool_tools import NAMES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -83,3 +85,38 @@ class TestChatPolyKV(ChatModelIntegrationTests):
         for chunk in model.stream(messages):
             full = chunk if full is None else full + chunk
         return full
+
+
+@pytest.mark.parametrize("name", NAMES)
+class TestPoolTools(ToolsIntegrationTests):
+    """Each pool tool, on a pool that is there."""
+
+    chosen = ""
+    base_url = ""
+    pool_id = ""
+
+    @pytest.fixture(autouse=True)
+    def _choose(self, name: str, hosted: Hosted) -> None:
+        kind = type(self)
+        kind.chosen, kind.base_url = name, hosted.url
+        with PolyKVClient(hosted.url) as client:
+            kind.pool_id = client.create_pool(messages=[{"role": "system", "content": SYSTEM}]).pool_id
+
+    @property
+    def tool_constructor(self) -> Any:
+        """The tool of this round."""
+        (tool,) = polykv_tools(ChatPolyKV(base_url=self.base_url), [self.chosen])
+        return tool
+
+    @property
+    def tool_invoke_params_example(self) -> dict[str, Any]:
+        """Arguments that work."""
+        shared = {"system_prompt": SYSTEM, "shared_text": "Today is market day. " * 9}
+        return {
+            "create_pool": {"system_prompt": SYSTEM},
+            "fork_pool": {"pool_id": self.pool_id, **shared},
+            "pool_status": {"pool_id": self.pool_id},
+            "session_tps": {},
+            "capacity": {"pool_id": self.pool_id},
+            "release_pool": {"pool_id": self.pool_id, "recursive": True},
+        }[self.chosen]

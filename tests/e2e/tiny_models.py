@@ -29,7 +29,9 @@ def _ones(*shape: int) -> Any:
     return np.ones(shape, dtype=np.float32)
 
 
-def _writer(path: Path, architecture: str, vocabulary_of: Path, embeddings: Any = None) -> GGUFWriter:
+def _writer(
+    path: Path, architecture: str, vocabulary_of: Path, embeddings: Any = None, context: int = 2048
+) -> GGUFWriter:
     writer = GGUFWriter(str(path), architecture)
     fields = GGUFReader(str(vocabulary_of)).fields
     tokens = fields["tokenizer.ggml.tokens"].contents()[:VOCAB]
@@ -46,7 +48,7 @@ def _writer(path: Path, architecture: str, vocabulary_of: Path, embeddings: Any 
     writer.add_token_merges(merges)
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
-    writer.add_context_length(2048)
+    writer.add_context_length(context)
     writer.add_embedding_length(EMBD)
     writer.add_block_count(LAYERS)
     writer.add_layer_norm_rms_eps(1e-5)
@@ -113,7 +115,7 @@ def mamba(path: Path, vocabulary_of: Path) -> None:
     _close(writer)
 
 
-def llama(path: Path, vocabulary_of: Path) -> None:
+def llama(path: Path, vocabulary_of: Path, *, context: int = 2048) -> None:
     """Llama: plain attention, thousands of tokens a second.
 
     Its weights are large, so that attention is picky and every token of a prompt shows in the answer, and in
@@ -124,7 +126,7 @@ def llama(path: Path, vocabulary_of: Path) -> None:
     def wide(*shape: int) -> Any:
         return (dice.standard_normal(shape) * 0.3).astype(np.float32)
 
-    writer = _writer(path, "llama", vocabulary_of, wide(VOCAB, EMBD) / 6)
+    writer = _writer(path, "llama", vocabulary_of, wide(VOCAB, EMBD) / 6, context)
     writer.add_vocab_size(VOCAB)
     writer.add_feed_forward_length(128)
     writer.add_head_count(4)
