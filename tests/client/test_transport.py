@@ -7,6 +7,8 @@ import sys
 import httpx
 import pytest
 
+import polykv_proxy.client
+import polykv_proxy.langgraph
 from client.serving import Scripted
 from polykv_proxy.client import calls, errors, transport
 from polykv_proxy.client.transport import LoopClients, Target
@@ -108,3 +110,17 @@ def test_the_client_needs_nothing_of_langchain():
     """Its extra is httpx alone."""
     script = "import sys, polykv_proxy.client; assert not any(n.startswith('lang') for n in sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+@pytest.mark.parametrize("package", [polykv_proxy.client, polykv_proxy.langgraph])
+def test_every_public_name_says_what_it_is(package):
+    """With a docstring of its own, methods too."""
+    for name in package.__all__:
+        value = getattr(package, name)
+        if isinstance(value, type):
+            assert vars(value).get("__doc__"), name
+            for member, method in vars(value).items():
+                if callable(method) and not member.startswith("_") and not isinstance(method, type):
+                    assert method.__doc__, f"{name}.{member}"
+        elif callable(value):
+            assert value.__doc__, name

@@ -1,0 +1,88 @@
+"""What the documentation of the Python client tells users to write works as written."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+import polykv_proxy.langgraph as package
+from e2e.hosting import Hosted, hosting
+from e2e.tiny_models import llama
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROOT = Path(__file__).parents[2]
+
+
+def blocks(page: str) -> list[str]:
+    """The Python blocks of a page."""
+    text = (ROOT / "docs" / "how-to" / page).read_text()
+    return re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory: pytest.TempPathFactory, patched: Path, smollm: Path) -> Iterator[Hosted]:
+    """A proxy of a model that reads thousands of tokens a second and answers with noise."""
+    folder = tmp_path_factory.mktemp("client")
+    llama(folder / "llama.gguf", smollm)
+    sizes = (
+        "--model",
+        str(folder / "llama.gguf"),
+        "--parallel",
+        "2",
+        "--ctx-size",
+        "4096",
+        "--max-pools",
+        "6",
+    )
+    template = Path(__file__).with_name("tool_calls.jinja")
+    with hosting(
+        folder, *sizes, "--engine-arg", "--chat-template-file", "--engine-arg", str(template)
+    ) as proxy:
+        yield proxy
+
+
+def run(block: str, proxy: Hosted) -> list[str]:
+    """What a block prints."""
+    script = block.replace("http://127.0.0.1:8090", proxy.url)
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_the_page_of_the_client(quick: Hosted) -> None:
+    """Pools are shared, room is waited for, a conversation is compacted; nothing is left."""
+    pools, room, compaction = blocks("python-client.md")
+    created, forked, read = run(pools, quick)
+    _, length, is_new = created.split()
+    assert is_new == "True"
+    assert int(forked.split()[0]) <= int(length)
+    cached, of = re.findall(r"[0-9]+", read)
+    assert int(length) < int(cached) < int(of)
+    leases, rate = run(room, quick)
+    assert leases.count("'") == 4
+    assert rate == "None" or float(rate) >= 0
+    (done,) = run(compaction, quick)
+    migrated, freed, *_ = done.split()
+    assert (migrated, int(freed) > 0) == ("True", True)
+    for key in (None, "none"):
+        assert quick.listing(key)["pools"] == []
+    assert quick.cells() == 0
+
+
+def test_names_on_the_page_of_langgraph_exist() -> None:
+    """Its longer examples are files, which are run; these are excerpts."""
+    text = "\n".join(blocks("langgraph.md"))
+    for line in re.findall(r"^from polykv_proxy.langgraph import (.*)$", text, re.MULTILINE):
+        for name in line.split(","):
+            assert hasattr(package, name.strip())
+    for name in re.findall(r"\b([A-Z]\w+|riding|when_saturated|a?resume_when_free)\(", text):
+        assert hasattr(package, name)
