@@ -9,7 +9,7 @@ import operator
 import sys
 from typing import Annotated, Any
 
-from langchain_core.messages import HumanMessage, SystemMessage
+from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.graph import END, START, StateGraph
 from langgraph.graph.message import add_messages
@@ -62,7 +62,7 @@ def build(model: ChatPolyKV) -> Any:
 def main(url: str) -> list[Any]:
     """Run it; the answers, with what each of them shared."""
     model = ChatPolyKV(base_url=url, temperature=0, max_tokens=24)
-    shared = [HumanMessage(f"These are today's orders. {DOCUMENT} I am going to ask about one of them.")]
+    shared = [HumanMessage(f"These are today's orders. {DOCUMENT}"), AIMessage("Which one is it about?")]
     config = {"configurable": {"thread_id": "orders"}}
     answers: list[Any] = build(model).invoke({"messages": shared, "answers": []}, config)["answers"]
     for answer in answers:

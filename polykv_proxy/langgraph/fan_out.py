@@ -77,7 +77,8 @@ class FanOut:
         worker: node of the workers.
         after: node to go on with.
         tasks: one for each worker, by the state; values that a checkpoint can hold.
-        shared: the messages that all workers begin with, by the state.
+        shared: the messages that all workers begin with, by the state; the last one better not the user's,
+            because the task follows it.
         system: message before them.
         tools: of the workers, in their order.
         question: the message that a task becomes.
