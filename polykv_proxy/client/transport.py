@@ -145,7 +145,7 @@ class LoopClients:
         if found is not None and not found[0].is_closed:
             return found[0]
         client = self._make()
-        watch = _close_at_the_end(client)
+        watch = self._close_at_the_end(client)
         self._clients[loop] = client, watch
         await anext(watch)
         return client
@@ -155,11 +155,11 @@ class LoopClients:
         found = self._clients.pop(asyncio.get_running_loop(), None)
         if found is not None:
             await found[1].aclose()
-            await found[0].aclose()
 
-
-async def _close_at_the_end(client: httpx.AsyncClient) -> AsyncGenerator[None, None]:
-    try:
-        yield
-    finally:
-        await client.aclose()
+    async def _close_at_the_end(self, client: httpx.AsyncClient) -> AsyncGenerator[None, None]:
+        try:
+            yield
+        finally:
+            # the generator knows its loop, so as long as it is kept, the loop is
+            self._clients.pop(asyncio.get_running_loop(), None)
+            await client.aclose()

@@ -137,7 +137,11 @@ class Compactor:
         if window is None or not compaction.may_compact(window) or not compaction.is_due(messages, window):
             return update
         steps = compaction.compact(messages, self._instruction)
-        outcome = yield from self._carrying_out(steps, prefix, session_name(messages))
+        try:
+            outcome = yield from self._carrying_out(steps, prefix, session_name(messages))
+        except PolyKVError as error:  # the conversation goes on as it is; the next turn tries again
+            log.info("compaction_failed", extra={"reason": error.code or error.status})
+            return update
         if not isinstance(outcome, Compacted):
             log.info("compaction_refused", extra={"reason": outcome.reason, "messages": len(messages)})
             return update
@@ -178,7 +182,11 @@ class Compactor:
             window = refused.ctx_size
         if window is None or (refused is None and not compaction.is_due(messages, window)):
             return messages
-        trimmed: Trimmed = yield from self._carrying_out(compaction.trim(messages, window), prefix, None)
+        try:
+            trimmed: Trimmed = yield from self._carrying_out(compaction.trim(messages, window), prefix, None)
+        except PolyKVError as error:  # nobody counts; the engine has the last word
+            log.info("ladder_failed", extra={"reason": error.code or error.status})
+            return messages
         for rung in trimmed.rungs:
             log.info("ladder", extra={"rung": rung.name, "messages": rung.messages, "of": len(messages)})
         return trimmed.messages

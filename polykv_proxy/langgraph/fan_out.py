@@ -103,6 +103,7 @@ class FanOut:
         self._shared = shared
         self._prefix = prefix_of(pools.model, system, tools)
         self._question = question
+        self._join = ""
 
     def add_to(self, builder: StateGraph[Any, Any, Any, Any], name: str) -> None:
         """Add the node that starts it as ``name``, the one that joins as ``name_join``, and the edges."""

@@ -66,6 +66,7 @@ async def test_each_loop_has_its_own_client_and_closes_it():
             return first
 
         used = [await asyncio.to_thread(asyncio.run, ask()) for _ in range(2)]
+        assert not clients._clients, "loops that ended are kept alive"
         assert used[0] is not used[1]
         assert all(client.is_closed for client in used)
         await server.all_closed()

@@ -137,6 +137,15 @@ def test_a_branch_that_cannot_be_had_is_no_reason_to_stay_long(compactor):
     assert len(update["messages"]) == 5
 
 
+def test_a_failure_changes_nothing_either(compactor):
+    """The conversation goes on as it is."""
+    _, update = play(compactor._tending(conversation()), errors.UnavailableError("loading"))
+    assert update == {}
+    refused = errors.ContextOverflowError("long", error={"n_ctx": 400})
+    _, messages = play(compactor._fitting(FULL, PREFIX, refused), errors.NotFoundError("no such route"))
+    assert messages is FULL
+
+
 def test_a_refusal_changes_nothing(compactor):
     """And is logged by its reason."""
     _, update = play(compactor._tending(conversation()), SHORT, 50, 50)
