@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import psutil
 import pytest
+from langchain_core.messages import HumanMessage
+from langgraph.graph import END, START, MessagesState, StateGraph
 
 import polykv_proxy.langgraph as package
+from e2e.harness import LOOK_S, PATIENCE_S
 from e2e.hosting import Hosted, hosting
 from e2e.tiny_models import llama
+from polykv_proxy.client import AsyncPolyKVClient
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -86,3 +92,59 @@ def test_names_on_the_page_of_langgraph_exist() -> None:
             assert hasattr(package, name.strip())
     for name in re.findall(r"\b([A-Z]\w+|riding|when_saturated|a?resume_when_free)\(", text):
         assert hasattr(package, name)
+
+
+def connections(proxy: Hosted) -> int:
+    """Connections of this process to the proxy."""
+    found = psutil.Process().net_connections("tcp")
+    return sum(
+        each.status == psutil.CONN_ESTABLISHED and each.raddr.port == proxy.served.port for each in found
+    )
+
+
+def graph_of(model: package.ChatPolyKV) -> Any:
+    """One node that asks the model."""
+
+    async def answer(state: MessagesState) -> dict[str, Any]:
+        return {"messages": [await model.ainvoke(state["messages"])]}
+
+    builder = StateGraph(MessagesState).add_node("model", answer)
+    return builder.add_edge(START, "model").add_edge("model", END).compile()
+
+
+def test_two_runs_in_a_row_leave_nothing_behind(quick: Hosted) -> None:
+    """One model, two event loops: both work, and no connection outlives its loop."""
+    model = package.ChatPolyKV(base_url=quick.url, max_tokens=8)
+    graph = graph_of(model)
+
+    async def ask() -> list[Any]:
+        question = {"messages": [HumanMessage("Where is my parcel?")]}
+        answers = await asyncio.gather(*(graph.ainvoke(question) for _ in range(2)))
+        assert connections(quick) > 0
+        return answers
+
+    for _ in range(2):
+        assert all(answer["messages"][-1].type == "ai" for answer in asyncio.run(ask()))
+        assert connections(quick) == 0
+
+
+def test_a_cancelled_node_stops_the_engine(quick: Hosted) -> None:
+    """In the middle of an answer that would go on for long: connection and slot are free again."""
+    model = package.ChatPolyKV(base_url=quick.url, model_kwargs={"ignore_eos": True}, max_tokens=3500)
+    graph = graph_of(model)
+
+    async def leave() -> None:
+        run = asyncio.ensure_future(graph.ainvoke({"messages": [HumanMessage("Tell me everything.")]}))
+        async with AsyncPolyKVClient(quick.url) as client:
+            async with asyncio.timeout(PATIENCE_S):
+                while not any(session.state == "running" for session in await client.list_sessions()):
+                    await asyncio.sleep(LOOK_S)
+        run.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await run
+
+    decoded = sum(slot["n_gen_total"] for slot in quick.run(quick.served.quiet())["slots"])
+    asyncio.run(leave())
+    assert connections(quick) == 0
+    after = sum(slot["n_gen_total"] for slot in quick.run(quick.served.quiet())["slots"])
+    assert after - decoded < 3500
