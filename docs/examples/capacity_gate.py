@@ -46,7 +46,7 @@ def main(url: str) -> tuple[dict[str, Any], dict[str, Any]]:
     group = client.create_pool(tokens=range(100, 164), label="group")
     client.set_admission(group.pool_id, FLOOR)
     total = client.list_pools().kv_cells_total or 0
-    ballast = client.create_pool(tokens=[200 + number % 900 for number in range(total * 6 // 10)], pin=True)
+    ballast = client.create_pool(tokens=[200 + number % 800 for number in range(total * 6 // 10)], pin=True)
     graph = build(model, group.pool_id)
     config = {"configurable": {"thread_id": "gate"}}
     stopped = graph.invoke({}, config)

@@ -174,7 +174,7 @@ def test_capacity_gate(quick: Hosted) -> None:
     stopped, done = example("capacity_gate").main(quick.url)
     (interrupt,) = stopped["__interrupt__"]
     assert interrupt.value["type"] == "polykv.capacity"
-    assert interrupt.value["headroom_sessions"] == 0
+    assert interrupt.value["reason"] == "kv headroom exhausted"
     assert (done["capacity_ok"], done["answer"].type) == (True, "ai")
     assert done["answer"].response_metadata["session_id"] == "gate/work"
 
