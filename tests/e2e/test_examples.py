@@ -137,12 +137,25 @@ def test_long_conversation(quick: Hosted) -> None:
     assert sum(computed(state["messages"][-1]) for state in states) > module.WINDOW
     (first, second, *_) = [event["day"] - 1 for event in compactions]
 
-    # the day of a compaction begins on the new branch, and reads all of it
+    # each summary was written in place: nearly all of its prompt was there
+    requests = quick.run(quick.served.http.get("/polykv/requests?session_id=log-book&limit=100")).json[
+        "requests"
+    ]
+    in_place = [
+        each
+        for each in requests
+        if each["prompt_tokens"] > module.WINDOW * 0.7
+        and each["computed_tokens"] < each["prompt_tokens"] * 0.1
+    ]
+    assert len(in_place) == len(compactions)
+
+    # the day of a compaction begins on the new branch, and reads all of it; the conversation is smaller
     for day in (first, second):
         pool = states[day]["polykv_pool"]
         answer = states[day]["messages"][-1]
         assert answer.response_metadata["pool_id"] == pool["id"]
         assert cache_read(answer) >= pool["n_tokens"] - 1
+        assert sizes[day] < sizes[day - 1]
         assert {state["messages"][-1].response_metadata["session_id"] for state in states} == {"log-book"}
 
     # the branch of the first compaction outlived the step that replaced it, and went after that

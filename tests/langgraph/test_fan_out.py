@@ -20,7 +20,7 @@ class State(PolyKVChannels, FanChannels, total=False):
     seen: Annotated[list[Any], operator.add]
 
 
-def graph_of(model, tasks, *, shared=("context",), ask=None):
+def graph_of(model, tasks, *, shared=("context",)):
     """Spread, ask, join, and a node after it."""
 
     def work(given):
@@ -36,7 +36,7 @@ def graph_of(model, tasks, *, shared=("context",), ask=None):
         question=lambda task: HumanMessage(f"about {task}"),
     )
     builder = StateGraph(State)
-    builder.add_node("ask", ask or work)
+    builder.add_node("ask", work)
     builder.add_node("after", lambda state: {"seen": [len(state["seen"])]})
     fan.add_to(builder, "spread")
     builder.add_edge(START, "spread").add_edge("after", END)
@@ -68,22 +68,17 @@ async def test_a_wave_is_as_large_as_the_headroom():
     """The rest comes later; with none at all, one by one."""
     async with StubProxy() as proxy:
         model = ChatPolyKV(base_url=proxy.url)
-        running, most = set(), []
-
-        async def ask(given):
-            running.add(given["task"])
-            most.append(len(running))
-            await asyncio.sleep(0.01)
-            running.discard(given["task"])
-            return {"seen": [given["task"]]}
-
-        for headroom, largest in ((2, 2), (0, 1), (None, 5)):
+        for headroom, sizes in ((2, [2, 2, 1]), (0, [1] * 5), (None, [5])):
             proxy.headroom = headroom
-            most.clear()
             config = {"configurable": {"thread_id": str(headroom)}}
-            done = await graph_of(model, list("abcde"), ask=ask).ainvoke({}, config)
-            assert sorted(done["seen"][:-1]) == list("abcde")
-            assert max(most) == largest
+            graph, waves = graph_of(model, list("abcde")), []
+            async for update in graph.astream({}, config, stream_mode="updates"):
+                for each in update.values():
+                    if each and each.get("polykv_fan"):
+                        waves = each["polykv_fan"]["waves"]
+            assert waves == sizes
+            seen = (await graph.aget_state(config)).values["seen"]
+            assert sorted(work["task"] for work in seen[:-1]) == list("abcde")
         assert len(set(proxy.happened("close"))) == 15
         await model.async_client.aclose()
 
