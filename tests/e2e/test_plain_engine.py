@@ -17,7 +17,17 @@ from e2e.test_pools import SYSTEM
 from polykv_proxy.langgraph import ChatPolyKV, PolyKVMiddleware
 
 TEMPLATE = Path(__file__).with_name("tool_calls.jinja")
-SIZES = ("--parallel", "2", "--ctx-size", "4096", "--jinja", "--chat-template-file", str(TEMPLATE))
+SIZES = (
+    "--threads",
+    "1",
+    "--parallel",
+    "2",
+    "--ctx-size",
+    "4096",
+    "--jinja",
+    "--chat-template-file",
+    str(TEMPLATE),
+)
 MESSAGES = [SystemMessage(SYSTEM), HumanMessage("Say hello.")]
 OURS = {"pool_id", "session_id", "session_tps", "backpressure", "pool_unknown"}
 

@@ -1,8 +1,9 @@
 """LangChain's own suites for chat models, against the proxy with the real engine.
 
-The built-in model has 135 million parameters. It answers, and what its grammar forces it to it does; it does
-not choose a tool by itself, nor find arguments by reading a question. Cases that need that are expected to
-fail; should one of them pass, that is reported as a failure, too.
+The built-in model has 135 million parameters. It answers, and what a grammar forces it to it does. It does not
+choose a tool by itself, nor find out from a question which keys an answer should have: those two cases are
+expected to fail, and should one of them pass, that is reported as a failure, too. What is skipped needs sight or
+hearing, recordings, or serialisation of the model.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from polykv_proxy.langgraph.pool_tools import NAMES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from langchain_core.language_models import BaseChatModel
 
     from e2e.hosting import Hosted
 
@@ -66,7 +69,14 @@ class TestChatPolyKV(ChatModelIntegrationTests):
 
     chat_model_class = property(lambda self: ChatPolyKV)
     chat_model_params = property(
-        lambda self: {"model": "any", "base_url": self.base_url, "max_tokens": 96, "temperature": 0}
+        lambda self: {
+            "model": "any",
+            "base_url": self.base_url,
+            "max_tokens": 200,
+            "temperature": 0,
+            # a model of this size repeats itself for ever otherwise
+            "model_kwargs": {"dry_multiplier": 0.8, "dry_allowed_length": 4, "dry_penalty_last_n": 40},
+        }
     )
     supports_json_mode = property(lambda self: True)
     model_override_value = property(lambda self: "SmolLM2-135M")
@@ -85,6 +95,16 @@ class TestChatPolyKV(ChatModelIntegrationTests):
         for chunk in model.stream(messages):
             full = chunk if full is None else full + chunk
         return full
+
+    @pytest.mark.xfail(reason="a model of 135M does not choose a tool by itself", strict=True)
+    def test_agent_loop(self, model: BaseChatModel) -> None:
+        """A tool that nothing forces."""
+        super().test_agent_loop(model)
+
+    @pytest.mark.xfail(reason="a model of 135M does not find a JSON's keys in a question", strict=True)
+    def test_json_mode(self, model: BaseChatModel) -> None:
+        """A form that nothing but the question describes."""
+        super().test_json_mode(model)
 
 
 @pytest.mark.parametrize("name", NAMES)
