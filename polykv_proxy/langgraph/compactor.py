@@ -7,8 +7,8 @@ The order of things (CTX-6): summary in place, fork of the stable ancestor, migr
 state update that names the new messages, the new pool, and the old one as to be released. It is released when
 this is asked the next time, which is at least one committed step later: a node that is repeated, or a process
 that dies in between, still finds everything that its state names. A checkpoint from before, replayed later,
-names a pool that is gone; it is had again by its content. (With ``durability="exit"`` nothing is committed before
-a run ends. A run that dies then goes back to a pool that may be gone, too, and has it again in the same way.)
+names a pool that is gone; it is had again by its content. (With ``durability="exit"`` nothing is committed
+before a run ends. A run that dies then goes back to a pool that may be gone, and has it again in the same way.)
 """
 
 from __future__ import annotations

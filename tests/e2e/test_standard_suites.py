@@ -1,9 +1,9 @@
 """LangChain's own suites for chat models, against the proxy with the real engine.
 
-The built-in model has 135 million parameters. It answers, and what a grammar forces it to it does. It does not
-choose a tool by itself, nor find out from a question which keys an answer should have: those two cases are
-expected to fail, and should one of them pass, that is reported as a failure, too. What is skipped needs sight or
-hearing, recordings, or serialisation of the model.
+The built-in model has 135 million parameters. It answers, and what a grammar forces it to it does. It does
+not choose a tool by itself, nor find out from a question which keys an answer should have: those two cases
+are expected to fail, and should one of them pass, that is reported as a failure, too. What is skipped needs
+sight or hearing, recordings, or serialisation of the model.
 """
 
 from __future__ import annotations
