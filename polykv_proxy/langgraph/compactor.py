@@ -8,7 +8,7 @@ state update that names the new messages, the new pool, and the old one as to be
 this is asked the next time, which is at least one committed step later: a node that is repeated, or a process
 that dies in between, still finds everything that its state names. A checkpoint from before, replayed later,
 names a pool that is gone; it is had again by its content. (With ``durability="exit"`` nothing is committed
-before a run ends. A run that dies then goes back to a pool that may be gone, and has it again in the same way.)
+before a run ends. A run that dies then goes back to a pool that may be gone, and has it again the same way.)
 """
 
 from __future__ import annotations
