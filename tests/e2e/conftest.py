@@ -11,6 +11,7 @@ import pytest_asyncio
 
 from e2e.harness import Served, serve
 from e2e.hosting import Hosted, hosting
+from e2e.tiny_models import llama
 from polykv_proxy import config
 from polykv_proxy.engine import build, model
 
@@ -57,13 +58,42 @@ async def served(
         yield proxy
 
 
+TOOLS = (
+    "--engine-arg",
+    "--chat-template-file",
+    "--engine-arg",
+    str(Path(__file__).with_name("tool_calls.jinja")),
+)
+"""A chat template with tools, which the built-in model's own leaves out."""
+
+
 @pytest.fixture(scope="module")
 def hosted(tmp_path_factory: pytest.TempPathFactory, patched: Path, smollm: Path) -> Iterator[Hosted]:
-    """The same proxy for tests that block their thread: clients without asyncio, several loops."""
+    """A proxy for tests that block their thread: clients without asyncio, several loops. Prompts have tools."""
     assert patched.exists()
     assert smollm.exists()
-    sizes = ("--parallel", "4", "--ctx-size", "8192", "--max-pools", "6")
-    with hosting(tmp_path_factory.mktemp("hosted"), *sizes) as proxy:
+    sizes = ("--parallel", "6", "--ctx-size", "8192", "--max-pools", "6")
+    with hosting(tmp_path_factory.mktemp("hosted"), *sizes, *TOOLS) as proxy:
+        yield proxy
+
+
+@pytest.fixture(scope="module")
+def quick_hosted(tmp_path_factory: pytest.TempPathFactory, patched: Path, smollm: Path) -> Iterator[Hosted]:
+    """The same, of a model that reads thousands of tokens a second and answers with noise."""
+    assert patched.exists()
+    folder = tmp_path_factory.mktemp("quick")
+    llama(folder / "llama.gguf", smollm, context=16384)
+    sizes = (
+        "--model",
+        str(folder / "llama.gguf"),
+        "--parallel",
+        "2",
+        "--ctx-size",
+        "16384",
+        "--max-pools",
+        "6",
+    )
+    with hosting(folder, *sizes, *TOOLS) as proxy:
         yield proxy
 
 

@@ -16,12 +16,10 @@ from langgraph.graph import END, START, MessagesState, StateGraph
 
 import polykv_proxy.langgraph as package
 from e2e.harness import LOOK_S, PATIENCE_S
-from e2e.hosting import Hosted, hosting
-from e2e.tiny_models import llama
 from polykv_proxy.client import AsyncPolyKVClient
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from e2e.hosting import Hosted
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,28 +28,6 @@ def blocks(page: str) -> list[str]:
     """The Python blocks of a page."""
     text = (ROOT / "docs" / "how-to" / page).read_text()
     return re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-
-
-@pytest.fixture(scope="module")
-def quick(tmp_path_factory: pytest.TempPathFactory, patched: Path, smollm: Path) -> Iterator[Hosted]:
-    """A proxy of a model that reads thousands of tokens a second and answers with noise."""
-    folder = tmp_path_factory.mktemp("client")
-    llama(folder / "llama.gguf", smollm)
-    sizes = (
-        "--model",
-        str(folder / "llama.gguf"),
-        "--parallel",
-        "2",
-        "--ctx-size",
-        "4096",
-        "--max-pools",
-        "6",
-    )
-    template = Path(__file__).with_name("tool_calls.jinja")
-    with hosting(
-        folder, *sizes, "--engine-arg", "--chat-template-file", "--engine-arg", str(template)
-    ) as proxy:
-        yield proxy
 
 
 def run(block: str, proxy: Hosted) -> list[str]:
@@ -64,24 +40,24 @@ def run(block: str, proxy: Hosted) -> list[str]:
     return done.stdout.splitlines()
 
 
-def test_the_page_of_the_client(quick: Hosted) -> None:
+def test_the_page_of_the_client(quick_hosted: Hosted) -> None:
     """Pools are shared, room is waited for, a conversation is compacted; nothing is left."""
     pools, room, compaction = blocks("python-client.md")
-    created, forked, read = run(pools, quick)
+    created, forked, read = run(pools, quick_hosted)
     _, length, is_new = created.split()
     assert is_new == "True"
     assert int(forked.split()[0]) <= int(length)
     cached, of = re.findall(r"[0-9]+", read)
     assert int(length) < int(cached) < int(of)
-    leases, rate = run(room, quick)
+    leases, rate = run(room, quick_hosted)
     assert leases.count("'") == 4
     assert rate == "None" or float(rate) >= 0
-    (done,) = run(compaction, quick)
+    (done,) = run(compaction, quick_hosted)
     migrated, freed, *_ = done.split()
     assert (migrated, int(freed) > 0) == ("True", True)
     for key in (None, "none"):
-        assert quick.listing(key)["pools"] == []
-    assert quick.cells() == 0
+        assert quick_hosted.listing(key)["pools"] == []
+    assert quick_hosted.cells() == 0
 
 
 def test_names_on_the_page_of_langgraph_exist() -> None:
@@ -112,30 +88,30 @@ def graph_of(model: package.ChatPolyKV) -> Any:
     return builder.add_edge(START, "model").add_edge("model", END).compile()
 
 
-def test_two_runs_in_a_row_leave_nothing_behind(quick: Hosted) -> None:
+def test_two_runs_in_a_row_leave_nothing_behind(quick_hosted: Hosted) -> None:
     """One model, two event loops: both work, and no connection outlives its loop."""
-    model = package.ChatPolyKV(base_url=quick.url, max_tokens=8)
+    model = package.ChatPolyKV(base_url=quick_hosted.url, max_tokens=8)
     graph = graph_of(model)
 
     async def ask() -> list[Any]:
         question = {"messages": [HumanMessage("Where is my parcel?")]}
         answers = await asyncio.gather(*(graph.ainvoke(question) for _ in range(2)))
-        assert connections(quick) > 0
+        assert connections(quick_hosted) > 0
         return answers
 
     for _ in range(2):
         assert all(answer["messages"][-1].type == "ai" for answer in asyncio.run(ask()))
-        assert connections(quick) == 0
+        assert connections(quick_hosted) == 0
 
 
-def test_a_cancelled_node_stops_the_engine(quick: Hosted) -> None:
+def test_a_cancelled_node_stops_the_engine(quick_hosted: Hosted) -> None:
     """In the middle of an answer that would go on for long: connection and slot are free again."""
-    model = package.ChatPolyKV(base_url=quick.url, model_kwargs={"ignore_eos": True}, max_tokens=3500)
+    model = package.ChatPolyKV(base_url=quick_hosted.url, model_kwargs={"ignore_eos": True}, max_tokens=3500)
     graph = graph_of(model)
 
     async def leave() -> None:
         run = asyncio.ensure_future(graph.ainvoke({"messages": [HumanMessage("Tell me everything.")]}))
-        async with AsyncPolyKVClient(quick.url) as client:
+        async with AsyncPolyKVClient(quick_hosted.url) as client:
             async with asyncio.timeout(PATIENCE_S):
                 while not any(session.state == "running" for session in await client.list_sessions()):
                     await asyncio.sleep(LOOK_S)
@@ -143,8 +119,8 @@ def test_a_cancelled_node_stops_the_engine(quick: Hosted) -> None:
         with pytest.raises(asyncio.CancelledError):
             await run
 
-    decoded = sum(slot["n_gen_total"] for slot in quick.run(quick.served.quiet())["slots"])
+    decoded = sum(slot["n_gen_total"] for slot in quick_hosted.run(quick_hosted.served.quiet())["slots"])
     asyncio.run(leave())
-    assert connections(quick) == 0
-    after = sum(slot["n_gen_total"] for slot in quick.run(quick.served.quiet())["slots"])
+    assert connections(quick_hosted) == 0
+    after = sum(slot["n_gen_total"] for slot in quick_hosted.run(quick_hosted.served.quiet())["slots"])
     assert after - decoded < 3500

@@ -9,44 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from e2e.hosting import Hosted, hosting
-from e2e.tiny_models import llama
-
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from e2e.hosting import Hosted
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
-TEMPLATE = Path(__file__).with_name("tool_calls.jinja")
-"""With tools, which the built-in model's own template leaves out."""
-
-
-@pytest.fixture(scope="module")
-def hosted(tmp_path_factory: pytest.TempPathFactory, patched: Path, smollm: Path) -> Iterator[Hosted]:
-    """A proxy whose prompts have tools."""
-    sizes = ("--parallel", "6", "--ctx-size", "8192", "--max-pools", "6")
-    template = ("--engine-arg", "--chat-template-file", "--engine-arg", str(TEMPLATE))
-    with hosting(tmp_path_factory.mktemp("examples"), *sizes, *template) as proxy:
-        yield proxy
-
-
-@pytest.fixture(scope="module")
-def quick(tmp_path_factory: pytest.TempPathFactory, patched: Path, smollm: Path) -> Iterator[Hosted]:
-    """A proxy of a model that reads thousands of tokens a second and answers with noise."""
-    folder = tmp_path_factory.mktemp("quick")
-    llama(folder / "llama.gguf", smollm, context=16384)
-    sizes = (
-        "--model",
-        str(folder / "llama.gguf"),
-        "--parallel",
-        "2",
-        "--ctx-size",
-        "16384",
-        "--max-pools",
-        "6",
-    )
-    template = ("--engine-arg", "--chat-template-file", "--engine-arg", str(TEMPLATE))
-    with hosting(folder, *sizes, *template) as proxy:
-        yield proxy
 
 
 @pytest.fixture
@@ -126,10 +92,10 @@ def test_toolsets(clean: Hosted) -> None:
     assert clean.computed() - before == own + sum(map(computed, answers))
 
 
-def test_long_conversation(quick: Hosted) -> None:
+def test_long_conversation(quick_hosted: Hosted) -> None:
     """It outlives its window, loses no turn's integrity, frees what it left, and can be replayed."""
     module = example("long_conversation")
-    graph, compactions, states = module.main(quick.url, days=11)
+    graph, compactions, states = module.main(quick_hosted.url, days=11)
     assert len(compactions) >= 2
     assert all(event["tokens_after"] < event["tokens_before"] for event in compactions)
     sizes = [state["messages"][-1].usage_metadata["total_tokens"] for state in states]
@@ -138,9 +104,9 @@ def test_long_conversation(quick: Hosted) -> None:
     (first, second, *_) = [event["day"] - 1 for event in compactions]
 
     # each summary was written in place: nearly all of its prompt was there
-    requests = quick.run(quick.served.http.get("/polykv/requests?session_id=log-book&limit=100")).json[
-        "requests"
-    ]
+    requests = quick_hosted.run(
+        quick_hosted.served.http.get("/polykv/requests?session_id=log-book&limit=100")
+    ).json["requests"]
     in_place = [
         each
         for each in requests
@@ -162,12 +128,12 @@ def test_long_conversation(quick: Hosted) -> None:
     left = states[first]["polykv_pool"]["id"]
     assert states[second]["polykv_retire"] == [left]
     assert states[second + 1]["polykv_retire"] == []
-    known = {pool["pool_id"] for pool in quick.listing()["pools"]}
+    known = {pool["pool_id"] for pool in quick_hosted.listing()["pools"]}
     assert left not in known
     assert states[-1]["polykv_pool"]["id"] in known
 
     # a checkpoint from before names it; replaying it makes it again, under the same id
-    before = quick.computed()
+    before = quick_hosted.computed()
     *_, old = (
         state
         for state in graph.get_state_history({"configurable": {"thread_id": "log-book"}})
@@ -179,12 +145,12 @@ def test_long_conversation(quick: Hosted) -> None:
     assert answer.response_metadata["pool_id"] == left
     assert "pool_unknown" not in answer.response_metadata
     assert cache_read(answer) >= again["polykv_pool"]["n_tokens"] - 1
-    assert quick.computed() > before
+    assert quick_hosted.computed() > before
 
 
-def test_capacity_gate(quick: Hosted) -> None:
+def test_capacity_gate(quick_hosted: Hosted) -> None:
     """It stops without room, says why, and goes on when there is."""
-    stopped, done = example("capacity_gate").main(quick.url)
+    stopped, done = example("capacity_gate").main(quick_hosted.url)
     (interrupt,) = stopped["__interrupt__"]
     assert interrupt.value["type"] == "polykv.capacity"
     assert interrupt.value["reason"] == "kv headroom exhausted"

@@ -8,7 +8,6 @@ sight or hearing, recordings, or serialisation of the model.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,31 +15,17 @@ from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
 from langchain_tests.integration_tests import ChatModelIntegrationTests, ToolsIntegrationTests
 from langchain_tests.unit_tests import ChatModelUnitTests
 
-from e2e.hosting import Hosted, hosting
 from e2e.test_pools import SYSTEM
 from polykv_proxy.client import PolyKVClient
 from polykv_proxy.langgraph import ChatPolyKV, polykv_tools
 from polykv_proxy.langgraph.pool_tools import NAMES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from langchain_core.language_models import BaseChatModel
 
     from e2e.hosting import Hosted
 
 URL = "http://127.0.0.1:8090"
-TEMPLATE = Path(__file__).with_name("tool_calls.jinja")
-"""With tools, which the built-in model's own template leaves out."""
-
-
-@pytest.fixture(scope="module")
-def hosted(tmp_path_factory: pytest.TempPathFactory, patched: Path, smollm: Path) -> Iterator[Hosted]:
-    """A proxy whose prompts have tools."""
-    sizes = ("--parallel", "4", "--ctx-size", "8192", "--max-pools", "6")
-    template = ("--engine-arg", "--chat-template-file", "--engine-arg", str(TEMPLATE))
-    with hosting(tmp_path_factory.mktemp("suites"), *sizes, *template) as proxy:
-        yield proxy
 
 
 class TestChatPolyKVUnits(ChatModelUnitTests):
