@@ -69,7 +69,7 @@ TOOLS = (
 
 @pytest.fixture(scope="module")
 def hosted(tmp_path_factory: pytest.TempPathFactory, patched: Path, smollm: Path) -> Iterator[Hosted]:
-    """A proxy for tests that block their thread: clients without asyncio, several loops. Prompts have tools."""
+    """A proxy for tests that block their thread: without asyncio, or with several loops. It knows tools."""
     assert patched.exists()
     assert smollm.exists()
     sizes = ("--parallel", "6", "--ctx-size", "8192", "--max-pools", "6")
