@@ -6,6 +6,7 @@ The gate is for pacing: what it saw may be over when the next node acts. The pro
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from langchain_core.runnables import Runnable
@@ -14,6 +15,7 @@ from langgraph.errors import NodeError  # noqa: TC002 - LangGraph looks for it i
 from langgraph.types import Command, interrupt
 
 from polykv_proxy.client import calls
+from polykv_proxy.client.errors import PoolNotFoundError
 from polykv_proxy.client.errors import PoolSaturatedError as ClientSaturatedError
 from polykv_proxy.client.procedures import Pause
 from polykv_proxy.langgraph.channels import told
@@ -124,7 +126,11 @@ class CapacityGate(Runnable[dict[str, Any], Command[Any]]):
         wanted = self._sessions if isinstance(self._sessions, int) else self._sessions(state)
         left = self._max_wait_s
         while True:
-            found: Capacity = yield calls.capacity(pool_id, expected_tokens=self._expected_tokens)
+            try:
+                found: Capacity = yield calls.capacity(pool_id, expected_tokens=self._expected_tokens)
+            except PoolNotFoundError:  # a reference is no truth; whoever needs the pool makes it again
+                pool_id = None
+                continue
             room = found.has_room_for(wanted)
             update = {"capacity_ok": room, **told(reading(found))}
             pause = float(found.retry_after_s or 1)
@@ -181,7 +187,7 @@ def resume_when_free(
     answer = None
     while (waiting := _waiting(graph.get_state(config))) is not None:
         interrupt_id, value = waiting
-        with model_errors():
+        with model_errors(), suppress(PoolNotFoundError):  # then the gate looks by itself
             client.wait_for_capacity(value["pool_id"], sessions=value["sessions"], max_wait_s=max_wait_s)
         answer = graph.invoke(Command(resume={interrupt_id: True}), config)
     return answer
@@ -198,7 +204,7 @@ async def aresume_when_free(
     answer = None
     while (waiting := _waiting(await graph.aget_state(config))) is not None:
         interrupt_id, value = waiting
-        with model_errors():
+        with model_errors(), suppress(PoolNotFoundError):
             await client.wait_for_capacity(
                 value["pool_id"], sessions=value["sessions"], max_wait_s=max_wait_s
             )

@@ -178,14 +178,19 @@ async def test_a_429_leads_back_to_the_gate():
 
 
 async def test_it_asks_for_the_states_pool():
-    """Whose policy counts."""
+    """Whose policy counts; one that is gone is no reason to stop a graph."""
     async with StubProxy() as proxy:
         model = ChatPolyKV(base_url=proxy.url)
         ref = {"id": "p", "root": "p", "n_tokens": 3}
-        graph = graph_of(CapacityGate(model, goto="work"))
-        with pytest.raises(Exception, match="does not exist"):
-            await graph.ainvoke({"polykv_pool": ref}, THREAD)
         proxy.pools["p"] = 3
+        proxy.headroom = 0
+        graph = graph_of(CapacityGate(model, goto="work"))
+        (interrupt,) = (await graph.ainvoke({"polykv_pool": ref}, THREAD))["__interrupt__"]
+        assert interrupt.value["pool_id"] == "p"
+        proxy.pools.clear()
+        proxy.headroom = 1
+        done = await aresume_when_free(graph, THREAD, model.async_client)
+        assert done["done"] == "work"
         done = await graph.ainvoke({"polykv_pool": ref}, {"configurable": {"thread_id": "u"}})
         assert done["capacity_ok"]
         await model.async_client.aclose()
