@@ -12,7 +12,7 @@ from langgraph.types import Command, Send
 from typing_extensions import TypedDict
 
 from polykv_proxy.client import calls
-from polykv_proxy.client.errors import PolyKVError
+from polykv_proxy.client.errors import PolyKVError, PoolNotFoundError
 from polykv_proxy.client.procedures import fork_or_create
 from polykv_proxy.langgraph.channels import PoolRef  # noqa: TC001 - LangGraph reads the annotations
 from polykv_proxy.langgraph.errors import model_errors
@@ -131,20 +131,20 @@ class FanOut:
     def _spreading(self, state: Mapping[str, Any]) -> Procedure[Command[Any]]:
         info = get_runtime().execution_info
         key = None if info is None else info.task_id  # the same when the node is repeated or resumed
+        pool = yield from self._having(state, key)
+        pending = list(self._tasks(state))
+        fan: Fan = {"pool": pool, "pending": pending, "name": f"fan/{key}", "sent": 0, "waves": []}
+        return (yield from self._wave(state, fan))
+
+    def _having(self, state: Mapping[str, Any], key: str | None = None) -> Procedure[PoolRef]:
+        """The pool of the shared messages; the ancestor itself where there are none."""
         history = self._pools.history(self._prefix)
         root: Pool = yield calls.create_pool(**history.content(()), idempotency_key=key)
         below = to_openai(self._shared(state))
         pool = root
         if below:
             pool = yield from fork_or_create(root.pool_id, history, below)
-        fan: Fan = {
-            "pool": {"id": pool.pool_id, "root": root.pool_id, "n_tokens": pool.prefix_len},
-            "pending": list(self._tasks(state)),
-            "name": f"fan/{key}",
-            "sent": 0,
-            "waves": [],
-        }
-        return (yield from self._wave(state, fan))
+        return {"id": pool.pool_id, "root": root.pool_id, "n_tokens": pool.prefix_len}
 
     def _joining(self, state: Mapping[str, Any]) -> Procedure[Command[Any]]:
         fan: Fan = state["polykv_fan"]
@@ -164,7 +164,11 @@ class FanOut:
         """As many workers as there is room for."""
         if not fan["pending"]:
             return Command(update={"polykv_fan": fan}, goto=self._join)
-        found: Capacity = yield calls.capacity(fan["pool"]["id"])
+        try:
+            found: Capacity = yield calls.capacity(fan["pool"]["id"])
+        except PoolNotFoundError:  # it went between two waves
+            fan = {**fan, "pool": (yield from self._having(state))}
+            found = yield calls.capacity(fan["pool"]["id"])
         room = len(fan["pending"]) if found.headroom_sessions is None else found.headroom_sessions
         size = max(1, min(len(fan["pending"]), room))
         tasks, later = fan["pending"][:size], fan["pending"][size:]

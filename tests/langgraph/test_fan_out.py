@@ -83,6 +83,27 @@ async def test_a_wave_is_as_large_as_the_headroom():
         await model.async_client.aclose()
 
 
+async def test_a_pool_that_goes_between_two_waves_is_had_again():
+    """Under the same id."""
+    async with StubProxy() as proxy:
+        proxy.headroom = 1
+        model = ChatPolyKV(base_url=proxy.url)
+        seen = []
+        graph = graph_of(model, ["a", "b"])
+        async for update in graph.astream({}, THREAD, stream_mode="updates"):
+            seen += [
+                each["polykv_fan"]["pool"]["id"]
+                for each in update.values()
+                if each and each.get("polykv_fan")
+            ]
+            if "ask" in update and len(seen) == 1:
+                proxy.pools.clear()
+        assert len(seen) == 2
+        assert len(set(seen)) == 1
+        assert proxy.happened("created").count(seen[0]) == 2
+        await model.async_client.aclose()
+
+
 async def test_without_asyncio():
     """The same in threads."""
     async with StubProxy() as proxy:
