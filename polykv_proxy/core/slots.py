@@ -291,7 +291,7 @@ class SlotBoard:
         if waiting is not None:
             here.before = (None, ())
             self._hold(here, its_session, its_chain)
-            if its_session is not None:
+            if its_session is not None and its_session.slot == target:  # it may run elsewhere by now
                 its_session.slot = source
         if session is not None:
             session.slot = target

@@ -328,6 +328,22 @@ def test_one_that_waits_to_be_sent_gets_the_other_slot():
     assert board.place(ask(3, 4, 5, name="waiting")) == Placement((source,), continues=True)
 
 
+def test_a_move_into_a_held_slot_leaves_its_former_session_where_that_runs_now():
+    """What the held slot keeps is an old copy; its session began again somewhere else."""
+    board = SlotBoard(3)
+    me, other = session("me"), session("other")
+    first = begun(board, ask(1, 2, name="me"), me, lease=1)
+    board.free(first, 1.0, Content.NEW)
+    assert board.hold(first, LeaseId(2))
+    source = begun(board, ask(3, 4, name="other"), other, lease=3)
+    now_in = begun(board, ask(1, 2, 5, name="me"), me, lease=4)
+    assert len({first, source, now_in}) == 3
+    assert board.move(source, first, 2.0) == 2
+    assert (me.slot, other.slot) == (now_in, first)
+    board.forget(source)
+    assert me.slot == now_in
+
+
 def check_books(board):
     """Each slot is in one place, the index knows what each holds, and sessions are where they think."""
     for slot in board:
