@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
+    from polykv_proxy.core.catalogue import Entry
     from polykv_proxy.core.ledger import Key
     from polykv_proxy.core.pools import PrefixPool
     from polykv_proxy.core.sessions import Session
@@ -34,6 +35,10 @@ class Lease:
     """Its session's request before this one."""
     context_tokens: int | None = None
     """What its answer said that its slot holds, those shared with a pool included."""
+    restored: Entry | None = None
+    """The saved state that its slot was filled from."""
+    restored_tokens: int = 0
+    """Leading tokens that the state and its prompt have in common."""
 
 
 @dataclass(slots=True, eq=False)

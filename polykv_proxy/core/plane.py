@@ -508,6 +508,10 @@ class ControlPlane:
             )
         return session
 
+    def running_lease(self, session: Session) -> Lease | None:
+        """The hold of a session's running request on its slots."""
+        return None if session.lease is None else self._running.get(session.lease)
+
     def on_migrated(self, session: Session, now: float) -> None:
         """What it held is gone, and its next request may come to any slot: the name tells whose it is."""
         session.pool = None

@@ -86,6 +86,10 @@ class PrefixPool:
     """Released, but the engine still has all of it under its number (rule 4)."""
     before: PoolState | None = None
     """What it was, if it is being computed again: what it is again should that fail."""
+    home: tuple[PoolId, int] | None = None
+    """Where a lost pool was: its parent, and the branch position; None: it was a root."""
+    lost_resident: bool = False
+    """Whether a lost pool was resident when its engine went."""
     children: list[PrefixPool] = field(default_factory=list)
 
     @property
@@ -158,7 +162,7 @@ class PoolTree:
         self.shares_cells = True
         """Whether slots and children hold cells of a pool (rule 4)."""
         self._pools: dict[PoolId, PrefixPool] = {}
-        self.index = PrefixIndex()
+        self.index: PrefixIndex[PrefixPool] = PrefixIndex()
         """Resident pools by their content."""
         self._ghosts: list[PrefixPool] = []
         self._retiring: set[PoolNumber] = set()
@@ -263,6 +267,8 @@ class PoolTree:
             ttl_s=ttl_s if ttl_s is not None or old is None else old.ttl_s,
             last_access_ts=now_ts,
             before=None if old is None else old.state,
+            home=None if old is None else old.home,
+            lost_resident=old is not None and old.lost_resident,
         )
         if old is not None:
             for child in old.children:
@@ -480,11 +486,25 @@ class PoolTree:
         self._retiring.clear()
         self.index = PrefixIndex()
         for pool in self._pools.values():
+            above, shared = pool.edge
+            coming_back = pool.state is PoolState.MATERIALIZING and pool.before is PoolState.LOST
+            if pool.state is not PoolState.LOST and not coming_back:  # else nothing came of it since then
+                pool.home = None if above is None else (above.pool_id, shared)
+                pool.lost_resident = pool.state is PoolState.RESIDENT
+        for pool in self._pools.values():
             pool.children.clear()
         for pool in self._pools.values():
             pool.parent, pool.branch_pos, pool.uid, pool.file_bytes = None, 0, None, None
             pool.state, pool.attached = PoolState.LOST, 0  # what ran on it is over, and its lease with it
         self._forget()
+
+    def remember(self, pool: PrefixPool) -> bool:
+        """Enter a pool that an earlier engine had, as a lost one; False where its id is known already."""
+        if pool.pool_id in self._pools:
+            return False
+        pool.state = PoolState.LOST
+        self._pools[pool.pool_id] = pool
+        return True
 
     def nodes(self) -> list[PrefixPool]:
         """Everything that may hold cells: resident pools and ghosts."""

@@ -61,6 +61,14 @@ class Session:
     about what it will hold."""
     rate: DecodeRate = field(default_factory=DecodeRate)
     """How fast tokens come to it."""
+    delivered: LeaseId | None = None
+    """Its last request whose answer went out whole: what the slot holds since is worth saving."""
+    saved: LeaseId | None = None
+    """The one that the state on disk is of."""
+    saved_as: str | None = None
+    """The key of that state."""
+    config: dict[str, str] = field(default_factory=dict)
+    """Digests of what decides how its turns become tokens."""
 
 
 class SessionBook:

@@ -1031,3 +1031,12 @@ def test_what_goes_on_for_a_client_to_come_back_is_not_waited_for():
     lease = admitted(plane, 1, 2)
     plane.on_finished(lease, 2.0, clean=False, content=Content.NEW, stop=False)
     admitted(plane, 1, 2)
+
+
+def test_the_lease_of_a_session_that_runs():
+    """And none of one that does not."""
+    plane = serving()
+    lease = admitted(plane, 1, 2, name="me")
+    assert plane.running_lease(lease.session) is lease
+    finish(plane, lease)
+    assert plane.running_lease(lease.session) is None
