@@ -234,6 +234,39 @@ class EngineClient:
         answer = await self._call("POST", path, msgspec.json.encode(wanted), STEP_TIMEOUT_S)
         return _read(wire.read_snapshot, answer)
 
+    async def save_pool(self, number: PoolNumber, filename: str) -> wire.SlotFile:
+        """Write a pool to a file in the engine's folder.
+
+        Raises:
+            NotFoundError: there is no such pool.
+            UnavailableError: the disk refuses.
+        """
+        path = f"/polykv/engine/pools/{number}?action=save"
+        answer = await self._call("POST", path, msgspec.json.encode({"filename": filename}), STEP_TIMEOUT_S)
+        return _read(wire.read_pool_file, answer)
+
+    async def restore_pool(
+        self, number: PoolNumber, filename: str, parent: PoolNumber | None, branch_pos: int
+    ) -> wire.PoolRestored:
+        """Make a pool of a file; needs cells for all of it until those of its parent take their place.
+
+        Args:
+            number: a number that no pool has.
+            filename: in the engine's folder.
+            parent: number of the pool that holds [0, ``branch_pos``), if one does.
+            branch_pos: D.
+        """
+        wanted: dict[str, Any] = {"filename": filename}
+        if parent is not None:
+            wanted |= {"parent": parent, "n_parent": branch_pos}
+        path = f"/polykv/engine/pools/{number}?action=restore"
+        answer = await self._call("POST", path, msgspec.json.encode(wanted), STEP_TIMEOUT_S)
+        return _read(wire.read_pool_restored, answer)
+
+    async def adapter_list(self) -> list[wire.Adapter]:
+        """LoRA adapters that the engine has loaded, with the scales in force."""
+        return _read(wire.read_adapters, await self.get("/lora-adapters"))
+
     async def detokenize(self, token: int) -> str:
         """Text of one token."""
         return await self.text_of([token])

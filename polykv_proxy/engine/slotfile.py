@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
     from polykv_proxy.core.types import Tokens
 
+STATE_VERSION = 4
+"""Of the KV in the files that the pinned engine writes; it reads no other."""
+
 _MAGIC = b"qsgg"
 _HEAD = struct.Struct("<4sII")
 _STATE_HEAD = 3
@@ -39,6 +42,23 @@ def read_file(path: Path) -> Tokens:
             return read_tokens(file)
     except OSError as error:
         raise UnavailableError(f"the slot file cannot be read: {error.strerror}", code="slot_file") from None
+
+
+def read_version(path: Path) -> int:
+    """Format version of a slot file.
+
+    Raises:
+        UnavailableError: it cannot be read, or is no such file.
+    """
+    try:
+        with path.open("rb") as file:
+            head = file.read(_HEAD.size)
+    except OSError as error:
+        raise UnavailableError(f"the slot file cannot be read: {error.strerror}", code="slot_file") from None
+    if len(head) < _HEAD.size or not head.startswith(_MAGIC):
+        raise UnavailableError("this is no slot file", code="slot_file")
+    version: int = _HEAD.unpack(head)[1]
+    return version
 
 
 def read_tokens(file: BinaryIO) -> Tokens:

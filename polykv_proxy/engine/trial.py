@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
     from polykv_proxy.core.types import SlotId, Tokens
     from polykv_proxy.engine.client import EngineClient
 
@@ -13,8 +15,14 @@ TEST_TOKENS = 144
 TAIL_TOKENS = 8
 
 
-async def restore_works(
-    client: EngineClient, name: str, slots: tuple[SlotId, SlotId], ctx_tokens: int
+async def restore_works(  # noqa: PLR0913 - what a trial consists of
+    client: EngineClient,
+    name: str,
+    slots: tuple[SlotId, SlotId],
+    ctx_tokens: int,
+    *,
+    length: int = TEST_TOKENS,
+    on_saved: Callable[[], Awaitable[None]] | None = None,
 ) -> tuple[bool, str | None]:
     """Save a prompt, restore it into another slot, let a slot run in between, and go on from it.
 
@@ -23,6 +31,8 @@ async def restore_works(
         name: of the file; the caller deletes it.
         slots: two idle ones, or one twice; empty afterwards.
         ctx_tokens: window of a slot.
+        length: tokens of the prompt.
+        on_saved: called when the file is there.
 
     Returns:
         Whether it also goes on from before the end of what was restored; and what went wrong, or None.
@@ -31,10 +41,16 @@ async def restore_works(
         BadRequestError, NotFoundError, UnavailableError: the engine does not do one of the steps.
     """
     one, other = slots
-    words = await client.tokenize("The quick brown fox jumps over the lazy dog. " * 40)
-    tokens, tail = words[: min(TEST_TOKENS, ctx_tokens // 2)], words[-TAIL_TOKENS:]
+    words = await client.tokenize("The quick brown fox jumps over the lazy dog. " * (length // 4 + 4))
+    tokens = words[: min(length, ctx_tokens // 2)]
+    last = len(words) - TAIL_TOKENS
+    turn = tokens[-TAIL_TOKENS]
+    other_way = next(at for at in range(last, 0, -1) if words[at] != turn)  # the text repeats itself
+    tail = words[other_way : other_way + TAIL_TOKENS]
     await client.prefill(tokens, one)
     saved = await client.save_slot(one, name)
+    if on_saved is not None:
+        await on_saved()
     await client.erase_slot(one)
     if saved.n_tokens != len(tokens):
         return False, f"self-test: {saved.n_tokens} of {len(tokens)} tokens were saved"

@@ -173,6 +173,25 @@ class SlotFile(msgspec.Struct):
     n_bytes: int
 
 
+class PoolRestored(msgspec.Struct):
+    """Answer to a pool that was made of a file."""
+
+    uid: int
+    n_tokens: int
+
+
+class Adapter(msgspec.Struct):
+    """A LoRA adapter."""
+
+    path: str = ""
+    scale: float = 0.0
+
+
+class _PoolSaved(msgspec.Struct):
+    n_tokens: int
+    n_written: int
+
+
 class _SlotMoved(msgspec.Struct):
     n_saved: int = 0
     n_restored: int = 0
@@ -208,6 +227,9 @@ class _StockCounters(msgspec.Struct):
 _info = msgspec.json.Decoder(_Info)
 _counters = msgspec.json.Decoder(_Counters)
 _materialized = msgspec.json.Decoder(Materialized)
+_pool_saved = msgspec.json.Decoder(_PoolSaved)
+_pool_restored = msgspec.json.Decoder(PoolRestored)
+_adapters = msgspec.json.Decoder(list[Adapter])
 _snapshot = msgspec.json.Decoder(SnapshotTaken)
 _error = msgspec.json.Decoder(_ErrorBody)
 _props = msgspec.json.Decoder(_Props)
@@ -358,6 +380,22 @@ def read_tokens(body: bytes) -> Tokens:
 def read_snapshot(body: bytes) -> SnapshotTaken:
     """Answer to a snapshot."""
     return _snapshot.decode(body)
+
+
+def read_pool_file(body: bytes) -> SlotFile:
+    """Answer to a saved pool."""
+    saved = _pool_saved.decode(body)
+    return SlotFile(saved.n_tokens, saved.n_written)
+
+
+def read_pool_restored(body: bytes) -> PoolRestored:
+    """Answer to a restored pool."""
+    return _pool_restored.decode(body)
+
+
+def read_adapters(body: bytes) -> list[Adapter]:
+    """``GET /lora-adapters``."""
+    return _adapters.decode(body)
 
 
 def read_materialized(body: bytes) -> Materialized:

@@ -241,6 +241,25 @@ async def test_slots_are_moved_to_files_and_back(engine, client):
     assert await client.adapters() == 1
 
 
+async def test_pools_are_moved_to_files_and_back(engine, client):
+    """With the parent whose cells a child takes up again."""
+    engine.body = b'{"id_pool":2,"uid":9,"n_tokens":5,"n_written":50,"filename":"f.bin"}'
+    saved = await client.save_pool(PoolNumber(2), "f.bin")
+    assert (saved.n_tokens, saved.n_bytes) == (5, 50)
+    restored = await client.restore_pool(PoolNumber(2), "f.bin", PoolNumber(1), 3)
+    assert (restored.uid, restored.n_tokens) == (9, 5)
+    await client.restore_pool(PoolNumber(2), "f.bin", None, 0)
+    assert [path for _, path, _, _ in engine.seen] == [
+        "/polykv/engine/pools/2?action=save",
+        "/polykv/engine/pools/2?action=restore",
+        "/polykv/engine/pools/2?action=restore",
+    ]
+    assert json.loads(engine.seen[1][3]) == {"filename": "f.bin", "parent": 1, "n_parent": 3}
+    assert json.loads(engine.seen[2][3]) == {"filename": "f.bin"}
+    engine.body = b'[{"id":0,"path":"l.gguf","scale":0.5}]'
+    assert [(each.path, each.scale) for each in await client.adapter_list()] == [("l.gguf", 0.5)]
+
+
 async def test_a_prompt_is_computed_in_a_slot(engine, client):
     """Nothing is generated, and what the slot has in common with it is used."""
     engine.body = b'{"timings":{"cache_n":1,"prompt_n":2,"prompt_ms":3.5}}'

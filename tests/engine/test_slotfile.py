@@ -54,3 +54,17 @@ def test_a_missing_file_is_refused(tmp_path):
     """With the system's reason."""
     with pytest.raises(UnavailableError, match="No such file"):
         slotfile.read_file(tmp_path / "none")
+
+
+def test_the_version_of_a_file(tmp_path):
+    """Whatever it is; what is no slot file has none."""
+    path = tmp_path / "f"
+    path.write_bytes(slot_file([1, 2], version=7))
+    assert slotfile.read_version(path) == 7
+    path.write_bytes(RECORDED)
+    assert slotfile.read_version(path) == slotfile.STATE_VERSION
+    path.write_bytes(b"qsgg")
+    with pytest.raises(UnavailableError, match="no slot file"):
+        slotfile.read_version(path)
+    with pytest.raises(UnavailableError, match="No such file"):
+        slotfile.read_version(tmp_path / "none")

@@ -4,7 +4,7 @@ import pytest
 from fake_stock import FakeStock
 
 from polykv_proxy.core.types import SlotId
-from polykv_proxy.engine import trial
+from polykv_proxy.engine import slotfile, trial
 from polykv_proxy.engine.address import EngineAddress
 from polykv_proxy.engine.client import EngineClient
 from polykv_proxy.errors import UnavailableError
@@ -61,3 +61,19 @@ async def test_an_engine_without_a_folder(tried):
     """It refuses, with its reason."""
     with pytest.raises(UnavailableError, match="slot-save-path"):
         await tried(folder=None)
+
+
+@pytest.mark.parametrize("length", [16, 144, 145, 150, 333, 700])
+async def test_as_long_a_prompt_as_is_wanted(tmp_path, length):
+    """And left where its text differs: a file is looked at while it is there."""
+    seen = []
+    async with FakeStock() as engine:
+        engine.folder = tmp_path
+
+        async def look():
+            seen.append(slotfile.read_file(tmp_path / "f.bin"))
+
+        async with EngineClient(EngineAddress.parse(engine.address), None) as client:
+            result = await trial.restore_works(client, "f.bin", ONE, 4096, length=length, on_saved=look)
+    assert result == (True, None)
+    assert [len(tokens) for tokens in seen] == [length]

@@ -210,3 +210,12 @@ def test_counters_carry_the_engines_clock():
     slot["t_gen_last_us"], document["t_us"] = 1_500_000, 2_000_000
     told = wire.read_counters(json.dumps(document).encode(), 1.0)
     assert (told.clock_s, told.slots[0].last_token_s) == (2.0, 1.5)
+
+
+def test_pools_in_files():
+    """Their size, and the name that the engine gives them."""
+    saved = b'{"id_pool":1,"uid":3,"seq_id":5,"n_tokens":152,"parent":0,"n_parent":150,"n_written":3504600}'
+    assert wire.read_pool_file(saved) == wire.SlotFile(152, 3504600)
+    restored = b'{"id_pool":1,"uid":4,"seq_id":5,"n_tokens":152,"parent":0,"n_parent":150,"n_read":3504600}'
+    assert wire.read_pool_restored(restored) == wire.PoolRestored(4, 152)
+    assert wire.read_adapters(b'[{"id":0,"path":"a","scale":1.0,"task_name":""}]') == [wire.Adapter("a", 1.0)]
