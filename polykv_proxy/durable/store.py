@@ -1,0 +1,303 @@
+"""The files of saved states: how they come, are checked, and go. Blocking; call it from a thread.
+
+::
+
+    kv-<identity>-<generation>.tmp     what the engine writes
+    kv-<identity>-<generation>.bin     the same, checked and on disk
+    kv-<identity>.json                 the sidecar: names the .bin that counts
+
+Rule 1: the rename of the sidecar is the commit. Whatever happens before it leaves the old state, whatever
+happens after it the new one: a ``.bin`` that no sidecar names is nobody's.
+Rule 2: a state is believed only after its sidecar's checksum, the size, the tokens and the digest of its file
+agree; the last before every use. The engine does not survive a file that was cut.
+Rule 3: nothing is touched that does not have a name of ours.
+Rule 4: files are as sensitive as the conversations in them: 0600, in a folder of 0700.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from typing import TYPE_CHECKING
+
+from xxhash import xxh3_128
+
+from polykv_proxy.durable import sidecar
+from polykv_proxy.durable.identity import canonical
+from polykv_proxy.engine import slotfile
+from polykv_proxy.errors import UnavailableError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from polykv_proxy.core.catalogue import Entry, SavedState
+    from polykv_proxy.core.types import Tokens
+
+STEPS = (
+    "inspect",
+    "digest",
+    "sync_file",
+    "rename_file",
+    "sync_folder",
+    "write_sidecar",
+    "rename_sidecar",
+    "sync_commit",
+    "drop_before",
+)
+"""Of a commit, in order; each is announced before it is done."""
+
+COMMIT_STEP = "rename_sidecar"
+"""Before it is done the old state counts, from then on the new one."""
+
+_OURS = re.compile(r"^kv-[0-9a-f]{32}(?:-[0-9a-f]{8}\.(?:bin|tmp)|\.json(?:\.tmp)?)$")
+_CHUNK = 1 << 20
+
+
+class StoreError(UnavailableError):
+    """A state cannot be saved or is not what it should be; serving goes on without."""
+
+    code = "slot_file"
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A saved state that was found on disk."""
+
+    state: SavedState
+    used_ts: float
+    uses: int
+
+
+class Store:
+    """One folder.
+
+    Args:
+        folder: the engine's, on this host.
+        on_step: called with the name of each step before it is done; for tests of crashes.
+    """
+
+    def __init__(self, folder: Path, on_step: Callable[[str], None] = lambda _: None) -> None:
+        self.folder = folder
+        self._on_step = on_step
+
+    # -- what is there -----------------------------------------------------------------------------------
+
+    def open(self) -> tuple[list[Found], list[str]]:
+        """All states that can be believed, and what was wrong with others, a line each; those are removed.
+
+        Raises:
+            StoreError: the folder cannot be used.
+        """
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.folder.chmod(0o700)
+            names = self._names()
+        except OSError as error:
+            raise StoreError(f"{self.folder}: {error.strerror}") from None
+        found, problems = self.scan()
+        named = {one.state.file for one in found} | {sidecar_name(one.state) for one in found}
+        for name in names:
+            if name not in named:  # of a save that came to nothing, or what was damaged
+                self._remove(name)
+        return found, problems
+
+    def scan(self) -> tuple[list[Found], list[str]]:
+        """What can be believed, and what not; nothing is changed."""
+        found: list[Found] = []
+        problems: list[str] = []
+        try:
+            names = self._names()
+        except OSError as error:
+            return [], [f"{self.folder}: {error.strerror}"]
+        for name in names:
+            if name.endswith(".json"):
+                try:
+                    found.append(self.read(name))
+                except (OSError, sidecar.BadSidecarError, UnavailableError) as error:
+                    problems.append(f"{name}: {error}")
+        return found, problems
+
+    def _names(self) -> list[str]:
+        return sorted(path.name for path in self.folder.iterdir() if _OURS.match(path.name))
+
+    def read(self, name: str) -> Found:
+        """The state of one sidecar; all is checked but its file's digest.
+
+        Raises:
+            OSError, BadSidecarError, UnavailableError: it is not to be believed.
+        """
+        path = self.folder / name
+        document = sidecar.read(path.read_bytes())
+        if not _OURS.match(document.file):
+            raise sidecar.BadSidecarError("it names a file that is not ours")
+        file = self.folder / document.file
+        if file.stat().st_size != document.file_bytes:
+            raise sidecar.BadSidecarError(f"{document.file} is not as long as it was saved")
+        state = sidecar.state_of(document, _tokens(file))
+        if sidecar_name(state) != name:
+            raise sidecar.BadSidecarError("it belongs under another name")
+        return Found(state, max(document.used_ts, path.stat().st_mtime), document.uses)
+
+    def free_bytes(self) -> int | None:
+        """Of the disk; None if that cannot be told."""
+        try:
+            return shutil.disk_usage(self.folder).free
+        except OSError:
+            return None
+
+    # -- coming ------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def temporary(identity: tuple[str, ...]) -> str:
+        """A name for the engine to save under."""
+        return f"kv-{_hash(identity)}-{secrets.token_hex(4)}.tmp"
+
+    def commit(
+        self, draft: SavedState, *, used_ts: float, uses: int = 0, before: str | None = None
+    ) -> SavedState:
+        """Make what the engine saved count.
+
+        Args:
+            draft: the state; ``file`` is the temporary one, ``file_bytes`` and the number of ``tokens`` are
+                what the engine said, and the tokens' values may be unknown.
+            used_ts: epoch seconds.
+            uses: so far.
+            before: file of the state whose place it takes.
+
+        Raises:
+            StoreError: it is not what the engine said, or the disk refuses; the old state counts.
+        """
+        temporary, final = self.folder / draft.file, draft.file.removesuffix(".tmp") + ".bin"
+        try:
+            self._on_step("inspect")
+            size = temporary.stat().st_size
+            if size != draft.file_bytes:
+                raise StoreError(f"the engine saved {size} bytes and said {draft.file_bytes}")
+            if (version := slotfile.read_version(temporary)) != slotfile.STATE_VERSION:
+                raise StoreError(f"a slot file of version {version}, not {slotfile.STATE_VERSION}")
+            tokens = _tokens(temporary)
+            if len(tokens) != len(draft.tokens):
+                raise StoreError(f"the engine saved {len(tokens)} tokens and said {len(draft.tokens)}")
+            self._on_step("digest")
+            state = replace(draft, tokens=tokens, file=final, file_digest=digest_of(temporary))
+            self._on_step("sync_file")
+            temporary.chmod(0o600)
+            _sync(temporary)
+            self._on_step("rename_file")
+            temporary.rename(self.folder / final)
+            self._on_step("sync_folder")
+            _sync(self.folder)
+            self._put_sidecar(state, used_ts=used_ts, uses=uses)
+        except OSError as error:
+            self._remove(draft.file, final)
+            raise StoreError(f"{self.folder}: {error.strerror}") from None
+        except UnavailableError:
+            self._remove(draft.file)
+            raise
+        self._on_step("drop_before")
+        if before is not None:
+            self._remove(before)
+        return state
+
+    def _put_sidecar(self, state: SavedState, *, used_ts: float, uses: int) -> None:
+        name = sidecar_name(state)
+        self._on_step("write_sidecar")
+        temporary = self.folder / f"{name}.tmp"
+        temporary.touch(mode=0o600)
+        temporary.write_bytes(sidecar.write(state, used_ts=used_ts, uses=uses))
+        _sync(temporary)
+        self._on_step("rename_sidecar")
+        (self.folder / f"{name}.tmp").rename(self.folder / name)
+        self._on_step("sync_commit")
+        _sync(self.folder)
+
+    def restate(self, state: SavedState, *, used_ts: float, uses: int) -> None:
+        """Write the sidecar of a saved state anew: what is said of it changed, not its KV.
+
+        Raises:
+            StoreError: the disk refuses.
+        """
+        try:
+            self._put_sidecar(state, used_ts=used_ts, uses=uses)
+        except OSError as error:
+            raise StoreError(f"{self.folder}: {error.strerror}") from None
+
+    def discard(self, name: str) -> None:
+        """Delete what the engine saved and nobody wants."""
+        if _OURS.match(name):
+            self._remove(name)
+
+    # -- use and end -------------------------------------------------------------------------------------
+
+    def check(self, state: SavedState) -> str | None:
+        """What is wrong with a state's file, by its size, tokens and digest; None if nothing is."""
+        try:
+            return _wrong(self.folder / state.file, state)
+        except OSError as error:
+            return str(error.strerror)
+        except UnavailableError as error:
+            return error.message
+
+    def touch(self, entry: Entry) -> None:
+        """Note on disk when it was last used."""
+        with suppress(OSError):
+            os.utime(self.folder / sidecar_name(entry.state), (entry.used_ts, entry.used_ts))
+
+    def delete(self, state: SavedState) -> None:
+        """A state goes; its sidecar first."""
+        self._remove(sidecar_name(state), state.file)
+
+    def _remove(self, *names: str) -> None:
+        for name in names:
+            with suppress(OSError):
+                (self.folder / name).unlink()
+
+
+def sidecar_name(state: SavedState) -> str:
+    """File name of a state's sidecar: the same for all that take each other's place."""
+    return f"kv-{_hash(state.identity)}.json"
+
+
+def digest_of(file: Path) -> str:
+    """xxh3 of a whole file: against damage, at the speed of the disk.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    state = xxh3_128()
+    with file.open("rb") as data:
+        while chunk := data.read(_CHUNK):
+            state.update(chunk)
+    return state.hexdigest()
+
+
+def _wrong(file: Path, state: SavedState) -> str | None:
+    if file.stat().st_size != state.file_bytes:
+        return "it is not as long as it was saved"
+    if slotfile.read_version(file) != slotfile.STATE_VERSION:
+        return "it has another version"
+    if _tokens(file) != state.tokens:
+        return "it holds other tokens"
+    return None if digest_of(file) == state.file_digest else "its digest is wrong"
+
+
+def _hash(identity: tuple[str, ...]) -> str:
+    return sha256(canonical(list(identity))).hexdigest()[:32]
+
+
+def _tokens(file: Path) -> Tokens:
+    return slotfile.read_file(file)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,70 @@
+"""Claims about ``durable.gguf``: any change before the weights is another file, and nothing else is read."""
+
+import contextlib
+
+import pytest
+
+from durable.files import PAIRS, TENSORS, gguf_bytes
+from polykv_proxy.durable import gguf
+
+
+def identity(tmp_path, raw):
+    """Of a file with these bytes."""
+    path = tmp_path / "m.gguf"
+    path.write_bytes(raw)
+    return gguf.read(path).identity
+
+
+def test_a_file_is_what_it_is(tmp_path):
+    """Size, header and table."""
+    raw = gguf_bytes()
+    assert identity(tmp_path, raw) == identity(tmp_path, raw)
+    assert identity(tmp_path, raw).size == len(raw)
+
+
+def test_every_byte_before_the_weights_counts(tmp_path):
+    """Flipped, it is another file, or none at all; the weights are not read."""
+    raw = gguf_bytes()
+    head = len(raw) - 256 - 64
+    right = identity(tmp_path, raw)
+    for at in range(head):
+        changed = bytearray(raw)
+        changed[at] ^= 1
+        with contextlib.suppress(gguf.NotGgufError):
+            assert identity(tmp_path, bytes(changed)) != right, at
+    assert identity(tmp_path, raw[:-1] + b"\x01") == right
+
+
+@pytest.mark.parametrize("cut", [0, 3, 10, 23, 60, 150, 300])
+def test_a_file_that_ends_early_is_none(tmp_path, cut):
+    """Within its header or table."""
+    path = tmp_path / "m.gguf"
+    path.write_bytes(gguf_bytes()[:cut])
+    with pytest.raises((gguf.NotGgufError, ValueError)):
+        gguf.read(path)
+
+
+def test_the_window_is_found(tmp_path):
+    """Of one layer kind or several."""
+    path = tmp_path / "m.gguf"
+    path.write_bytes(gguf_bytes([*PAIRS, ("gemma2.attention.sliding_window", 4096)]))
+    assert gguf.read(path).window == 4096
+    path.write_bytes(gguf_bytes([*PAIRS, ("gemma3.attention.sliding_window", [512, 1024])]))
+    assert gguf.read(path).window == 1024
+    path.write_bytes(gguf_bytes())
+    assert gguf.read(path).window is None
+
+
+def test_a_tensor_of_unlikely_shape_is_refused(tmp_path):
+    """Rather than read for ever."""
+    path = tmp_path / "m.gguf"
+    path.write_bytes(gguf_bytes(tensors=[*TENSORS, ("x", (1,) * 17, 0, 0)]))
+    with pytest.raises(gguf.NotGgufError, match="dimensions"):
+        gguf.read(path)
+
+
+def test_all_shards_are_the_model(tmp_path):
+    """Of which any one may be named."""
+    names = [f"m-0000{number}-of-00003.gguf" for number in (1, 2, 3)]
+    assert [path.name for path in gguf.shards(tmp_path / names[1])] == names
+    assert gguf.shards(tmp_path / "m.gguf") == [tmp_path / "m.gguf"]
