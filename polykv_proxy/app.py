@@ -1,7 +1,7 @@
 """The composition root: builds every part, joins them, and takes them down in the right order.
 
 Starting: listen, then the engines; requests that come before one is ready are held. Stopping: no new
-requests, running ones finish within the drain time, then the engines, then the control planes.
+requests, running ones finish within the drain time, KV is saved, then the engines, then the control planes.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import uvloop
 from polykv_proxy import __version__, sampler
 from polykv_proxy.api.admission import AdmissionApi
 from polykv_proxy.api.advice import Advice
+from polykv_proxy.api.cache import CacheApi
 from polykv_proxy.api.control import ControlApi
 from polykv_proxy.api.guard import Guard
 from polykv_proxy.api.inference import Inference
@@ -32,6 +33,7 @@ from polykv_proxy.api.status import Status
 from polykv_proxy.api.tps import TpsApi
 from polykv_proxy.core.decisions import PoolPolicy
 from polykv_proxy.core.plane import ControlPlane
+from polykv_proxy.durable.service import Durable
 from polykv_proxy.edge.inproc import InProcess
 from polykv_proxy.edge.server import Edge
 from polykv_proxy.edge.tasks import TaskSet
@@ -123,6 +125,7 @@ class Proxy:
                 *RequestsApi(journal.book, control.sees).routes(),
                 *tps.routes(),
                 *AdmissionApi(fleet, control.sees).routes(),
+                *CacheApi(fleet, control.sees).routes(),
             ]
             inside = await stack.enter_async_context(
                 InProcess(control.application(settings.max_body_bytes, further))
@@ -139,9 +142,11 @@ class Proxy:
             for start in starts:
                 tasks.spawn(sampler.run(start.engine.runtime))
                 tasks.spawn(start.engine.pooling.tender.run())
+                tasks.spawn(start.durable.run())
                 tasks.spawn(_keep(start.process, start.engine.name))
             tasks.spawn(self._watch_policies())
             stack.push_async_callback(_stop, starts)
+            stack.push_async_callback(_drain, starts)
             edge = Edge(routes.handle, render_error=render_error)
             stack.push_async_callback(edge.close, settings.drain_s)
             stack.callback(tps.close)
@@ -200,6 +205,7 @@ class _Start:
     engine: Engine
     process: EngineProcess
     stop_deadline_s: float
+    durable: Durable
 
 
 async def _prepare(  # noqa: PLR0913 - what an engine is made of
@@ -231,8 +237,10 @@ async def _prepare(  # noqa: PLR0913 - what an engine is made of
     runtime = Runtime(plane, client, tasks, name, copies=_copies(settings, number), policies=policies)
     upstream = Upstream(_dial_text(process.address))
     stack.callback(upstream.close)
-    engine = Engine(number, name, runtime, Pooling(runtime), upstream, key, _patch(settings))
-    return _Start(engine, process, settings.engine.stop_deadline_s)
+    pooling = Pooling(runtime)
+    runtime.saver = durable = _durable(settings, number, runtime, pooling)
+    engine = Engine(number, name, runtime, pooling, upstream, key, _patch(settings), durable)
+    return _Start(engine, process, settings.engine.stop_deadline_s, durable)
 
 
 def assemble(  # noqa: PLR0913 - the parts of a proxy
@@ -294,6 +302,20 @@ def _copies(settings: Settings, number: int) -> CopyLimits:
     return CopyLimits(engine.max_pools, None if engine.url else slot_folder(settings, number))
 
 
+def _durable(settings: Settings, number: int, runtime: Runtime, pooling: Pooling) -> Durable:
+    """Who saves KV; an engine of somebody else's has its folder and its model somewhere else."""
+    engine = settings.engine
+    ours = engine.url is None
+    return Durable(
+        runtime,
+        pooling,
+        settings.durable,
+        folder=slot_folder(settings, number) if ours else None,
+        model=engine.model.absolute() if ours and engine.model is not None else None,
+        arguments=engine.args,
+    )
+
+
 def _patch(settings: Settings) -> str | None:
     """Identity of the patches in an engine, if it is one that this version built."""
     try:
@@ -331,6 +353,13 @@ async def _keep(process: EngineProcess, name: str) -> None:
     except Exception:
         # nothing above would notice: requests are answered with 503 from here on
         log.exception("engine_supervision_failed", engine=name)
+
+
+async def _drain(starts: list[_Start]) -> None:
+    """Save the KV of all engines; each has a disk and a model of its own."""
+    async with asyncio.TaskGroup() as group:
+        for start in starts:
+            group.create_task(start.durable.drain())
 
 
 async def _stop(starts: list[_Start]) -> None:

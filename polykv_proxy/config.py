@@ -37,6 +37,7 @@ from pydantic_settings import (
     SettingsError,
 )
 
+from polykv_proxy.core.catalogue import Retention
 from polykv_proxy.errors import ConfigError
 
 ENV_PREFIX = "POLYKV_"
@@ -191,6 +192,50 @@ class PoolSettings(_Section):
     constants, so that what follows can be shared. Nothing else in a body changes; answers report it."""
 
 
+class DurableSettings(_Section):
+    """KV on disk: conversations and pools that survive a lost slot, an engine's end and a restart."""
+
+    enabled: bool = True
+    """Whether KV is saved and restored. It stays off where the loaded model does not go on from a file, or
+    the engine's folder is on another host; ``/props`` says why."""
+
+    max_bytes: int = Field(default=20 * 1024**3, ge=0)
+    """Bytes that saved KV of one engine may take; the least valuable goes first."""
+
+    max_idle_s: Seconds = 7 * 86_400.0
+    """Seconds out of use after which a saved state goes."""
+
+    min_free_bytes: int = Field(default=1024**3, ge=0)
+    """Bytes of the disk that stay free; below that nothing is saved, and saved states go."""
+
+    idle_save_s: Seconds = 30.0
+    """Seconds without a request after which a conversation is saved while it still has its slot."""
+
+    min_tokens: int = Field(default=64, ge=1)
+    """Tokens that a conversation must have beyond its pool to be worth a file, and that a restore must
+    spare."""
+
+    pools_every_s: Seconds = 60.0
+    """Seconds between two looks for pools to save."""
+
+    pool_recent_s: Seconds = 3600.0
+    """Seconds since its last use for which a pool that is not pinned is worth saving."""
+
+    while_rebuilding: Literal["hold", "plain"] = "hold"
+    """What becomes of requests while lost pools come back: ``hold`` lets them wait, at most
+    ``queue.max_wait_s``; ``plain`` serves them without."""
+
+    drain_s: Seconds = 30.0
+    """Seconds that saving may take when the proxy stops."""
+
+    @property
+    def retention(self) -> Retention:
+        """What may stay on disk."""
+        return Retention(
+            max_bytes=self.max_bytes, max_idle_s=self.max_idle_s, min_free_bytes=self.min_free_bytes
+        )
+
+
 class RequestSettings(_Section):
     """Records of the last requests, under ``/polykv/requests``."""
 
@@ -268,6 +313,7 @@ class Settings(BaseSettings):
     telemetry: TelemetrySettings = TelemetrySettings()
     queue: QueueSettings = QueueSettings()
     pools: PoolSettings = PoolSettings()
+    durable: DurableSettings = DurableSettings()
     requests: RequestSettings = RequestSettings()
     engine: EngineSettings = EngineSettings()
     engines: tuple[NamedEngine, ...] = ()

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from polykv_proxy.core.plane import ControlPlane
     from polykv_proxy.core.pools import PrefixPool
     from polykv_proxy.core.types import PoolId, Scope, SessionId
+    from polykv_proxy.durable.service import Durable
     from polykv_proxy.edge.upstream import Upstream
     from polykv_proxy.pooling import Pooling
     from polykv_proxy.runtime import Runtime
@@ -37,6 +38,8 @@ class Engine:
     """What it demands of its clients."""
     patch: str | None = None
     """Identity of the patches that it was built with, where that is known."""
+    durable: Durable | None = None
+    """Who saves its KV."""
 
     @property
     def plane(self) -> ControlPlane:

@@ -46,6 +46,15 @@ OUTCOMES = ("admitted", "queued", "rejected", "gave_up")
 OVERFLOWS = ("window", "sequence_cap", "cells", "unknown")
 """Which wall a context hit; see ``ctx_kind`` in the HTTP reference."""
 
+SAVES = ("saved", "failed")
+"""What becomes of KV that is to be saved."""
+
+RESTORES = ("effective", "ineffective", "refused", "failed")
+"""What becomes of saved KV that is wanted again: reused, not reused, not what was saved, or not restored."""
+
+REBUILDS = ("disk", "prefill", "failed")
+"""How a pool came back to an engine that lost it."""
+
 CAUSES = (*(cause.value for cause in Cause if cause is not Cause.NEW_SESSION), "attach_shortfall", OTHER)
 """Why prompt tokens were computed again; an unknown cause is counted as ``OTHER``."""
 
@@ -98,6 +107,13 @@ class Metrics:
         self.hits: Counter[str] = Counter({NO_POOL: 0})
         self.saved: Counter[str] = Counter({NO_POOL: 0})
         self.orphans_released = 0
+        self.saves = Counter(dict.fromkeys(SAVES, 0))
+        self.restores = Counter(dict.fromkeys(RESTORES, 0))
+        self.rebuilds = Counter(dict.fromkeys(REBUILDS, 0))
+        self.restored_tokens = 0
+        """Prompt tokens that saved KV spared, as the engine said."""
+        self.saved_bytes = 0
+        self.saved_entries = 0
         self.restarts = 0
         self.stale_samples = 0
         self.ttft = Distribution(TTFT_BOUNDS_S)
@@ -285,6 +301,21 @@ _ALL = (
     _Series("engine_up", _GAUGE, "Whether the engine serves.", lambda x: x.plane.serving),
     _Series(
         "engine_restarts_total", _COUNTER, "Times the engine lost its memory.", lambda x: x.counts.restarts
+    ),
+    _Series("kv_saves_total", _COUNTER, "States written to disk.", lambda x: x.counts.saves, "outcome"),
+    _Series(
+        "kv_restores_total", _COUNTER, "States wanted from disk.", lambda x: x.counts.restores, "outcome"
+    ),
+    _Series(
+        "kv_restored_tokens_total",
+        _COUNTER,
+        "Prompt tokens that saved states spared.",
+        lambda x: x.counts.restored_tokens,
+    ),
+    _Series("kv_saved_bytes", _GAUGE, "Bytes of saved states.", lambda x: x.counts.saved_bytes),
+    _Series("kv_saved_entries", _GAUGE, "Saved states.", lambda x: x.counts.saved_entries),
+    _Series(
+        "pool_rebuilds_total", _COUNTER, "Lost pools that came back.", lambda x: x.counts.rebuilds, "source"
     ),
     _Series(
         "attach_shortfalls_total", _COUNTER, "Attached less than planned.", lambda x: x.plane.pools.shortfalls

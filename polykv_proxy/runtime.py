@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
-import json
 import time
 from time import monotonic
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
@@ -50,6 +48,7 @@ from polykv_proxy.errors import (
 from polykv_proxy.gatekeeper import Gatekeeper
 from polykv_proxy.metrics import Metrics
 from polykv_proxy.policy import PolicyFile
+from polykv_proxy.saver import NoSaver
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
@@ -64,6 +63,7 @@ if TYPE_CHECKING:
     from polykv_proxy.engine.client import EngineClient
     from polykv_proxy.engine.poolfiles import CopyLimits
     from polykv_proxy.engine.state import EngineStatus
+    from polykv_proxy.saver import Saver
 
 log = structlog.get_logger(__name__)
 
@@ -159,6 +159,8 @@ class Runtime:
         """Gives a pool's cells back; returns whether it is gone. Set by who looks after pools."""
         self.lose_pool: Callable[[PoolNumber], None] | None = None
         """Told that a pool's file is gone. Set by the same."""
+        self.saver: Saver = NoSaver()
+        """Keeps KV on disk, if somebody does."""
         self._emptied = asyncio.Event()
         """Set, then cleared, whenever something was taken back."""
         self._still: dict[SlotId, asyncio.Future[None]] = {}
@@ -208,15 +210,18 @@ class Runtime:
         if status.state is EngineState.READY:
             self._ready_task = self.spawn(self._become_ready())
         else:
-            self.plane.on_engine_down()
-            self.serving.clear()
+            self._is_down()
+
+    def _is_down(self) -> None:
+        self.saver.on_down()
+        self.plane.on_engine_down()
+        self.serving.clear()
 
     def _meet_again(self) -> None:
         """Another engine answers, and nobody noticed the change: it was restarted between two looks."""
         if self._ready_task is None or self._ready_task.done():
             log.warning("engine_changed_unnoticed", engine=self.name)
-            self.plane.on_engine_down()
-            self.serving.clear()
+            self._is_down()
             self._ready_task = self.spawn(self._become_ready())
 
     async def _become_ready(self) -> None:
@@ -225,17 +230,18 @@ class Runtime:
             try:
                 facts, patched, identity = await self.client.describe()
                 backend, facts, reason = await self._find_backend(facts, patched=patched)
+                model_id = await self.saver.meet(facts, backend.capability, identity)
             except PolyKVError as error:
                 log.warning("engine_not_understood", engine=self.name, reason=error.message)
                 await asyncio.sleep(RETRY_READY_S)
                 continue
             if self.plane.facts is not None and (not facts.epoch or facts.epoch != self.epoch):
                 self.metrics.on_restart()
-            digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
             capability = backend.capability
             first = await self._counts(capability)  # before anybody's tokens come
             self.backend = backend
-            self._perform(self.plane.on_engine_ready(facts, capability, reason, digest, monotonic()))
+            self._perform(self.plane.on_engine_ready(facts, capability, reason, model_id, monotonic()))
+            self.saver.on_ready()
             self.gatekeeper.on_engine_ready()
             self._take_counts(first)
             if isinstance(first, EngineSample):  # nothing is sent before its cells are known
@@ -453,6 +459,7 @@ class Runtime:
                 return False
             epoch = self.epoch
             try:
+                await self.saver.before_loss(slot)
                 await self.client.erase_slot(slot)
                 if self.epoch == epoch:
                     self.backend.forget([slot])

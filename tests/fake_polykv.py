@@ -356,6 +356,8 @@ class FakePolykv(FakeEngine):
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         recorded = _request.get()
         chosen = recorded.header("x-polykv-slot")
+        if chosen is None and b'"id_slot"' in recorded.body:
+            chosen = str(recorded.json["id_slot"])
         if not self.max_pools or chosen is None:
             slot = next((one for one in self.sequences if not one.running), self.sequences[0])
         else:

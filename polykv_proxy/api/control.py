@@ -10,7 +10,7 @@ from aiohttp import web
 
 from polykv_proxy.api import views
 from polykv_proxy.api.identity import scope_of_keys
-from polykv_proxy.api.reply import json_reply
+from polykv_proxy.api.reply import flag, json_reply
 from polykv_proxy.api.sessions import SessionsApi
 from polykv_proxy.core.types import PoolId, Scope, SessionId, as_tokens, common_prefix, text_prefix
 from polykv_proxy.errors import (
@@ -340,7 +340,7 @@ class ControlApi:
 
     async def release_pool(self, request: web.Request) -> web.Response:
         """``DELETE /polykv/pools/{id}`` and ``POST …/release``; again is no error."""
-        recursive = _flag(request, "recursive")
+        recursive = flag(request, "recursive")
         self._fleet.require_pools()
         pool_id = PoolId(request.match_info["pool_id"])
         found = self._fleet.find_pool(pool_id, self.sees(request))
@@ -388,18 +388,6 @@ class ControlApi:
 
     def _pool(self, request: web.Request) -> tuple[Engine, PrefixPool]:
         return self._fleet.need_pool(PoolId(request.match_info["pool_id"]), self.sees(request))
-
-
-def _flag(request: web.Request, name: str) -> bool:
-    """A yes or no in the query; no if it is not there.
-
-    Raises:
-        BadRequestError: something else.
-    """
-    given = request.query.get(name, "0")
-    if given not in ("0", "1", "false", "true"):
-        raise BadRequestError(f"{name} must be 1 or 0, not {given!r}", param=name)
-    return given in ("1", "true")
 
 
 def _capped(tokens: Tokens, wanted: PoolRequest) -> Tokens:

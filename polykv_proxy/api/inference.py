@@ -134,16 +134,20 @@ class Inference:
             visit.leave(work.cells)
 
     async def _serve(self, work: Work, ask: Ask) -> None:
-        asked = work.asked
-        if asked.pool_id is not None and asked.cache and work.family.pooled:
-            await self.matching.use_named(work, PoolId(asked.pool_id))
-        ask = await self._sized(work, ask)
-        while not await self._attempt(work, ask):
-            log.info("request_starts_over", reason="the cells were used up")
-            work.lease, work.content, work.clean, work.told = None, Content.OLD, True, False
+        asked, saver = work.asked, self._runtime.saver
+        while True:
+            if work.family.pooled and not saver.is_settled:
+                await work.hold.until(saver.settled)
+            if asked.pool_id is not None and asked.cache and work.family.pooled:
+                await self.matching.use_named(work, PoolId(asked.pool_id))
+            if await self._attempt(work, await self._sized(work, ask)):
+                break
+            work.start_over()
 
     async def _attempt(self, work: Work, ask: Ask) -> bool:
-        """Run it once; False where it was stopped for its cells before the client got anything of it.
+        """Run it once; False where it has to start over, and its client got nothing of it.
+
+        It has to if it was stopped for its cells, or if the engine it waited for lost pools that come back.
 
         Raises:
             NoRoomError: it was stopped later than that.
@@ -154,6 +158,8 @@ class Inference:
         try:
             work.lease = pending.lease or await work.hold.until(pending.wait)
             assert work.lease is not None
+            if work.family.pooled and not runtime.saver.is_settled:
+                return False
             if work.visit is not None and work.lease.session is not None:
                 work.visit.known_as(work.lease.session.session_id)
             await self._prepare(work)
@@ -181,8 +187,26 @@ class Inference:
             self._advice.notice(asked, work.family, work.scope)
         if asked.pool_id is None and not await self.matching.use_new(work):
             await self.matching.use_longest(work)
+        await self._swap(work)
         await self._runtime.may_begin(lease)
         self.matching.look_again(work)
+
+    async def _swap(self, work: Work) -> None:
+        """Let what its slot held be saved, and what it goes on with be restored."""
+        lease, asked, saver = work.lease, work.asked, self._runtime.saver
+        assert lease is not None
+        tokens = None
+        if (
+            lease.session is not None
+            and not lease.continues
+            and asked.cache
+            and asked.completions == 1
+            and not asked.many_prompts
+            and saver.may_help(work.scope, asked.body)
+        ):
+            tokens = await self.matching.tokens_of(work)
+        await self._runtime.may_begin(lease)  # what has to go for it is gone
+        await saver.before_request(lease, tokens, work.matched)
 
     async def _go(self, work: Work, *, whole: bool) -> None:
         """Send it and pass the answer on.
@@ -227,6 +251,7 @@ class Inference:
             NoRoomError: the client has a part of its answer.
         """
         if not work.exchange.responded:
+            log.info("request_starts_over", reason="the cells were used up")
             return False
         self._runtime.metrics.on_overflow("cells")
         work.hold.opened = True  # the status is spent, and a stream has its last event
@@ -283,6 +308,7 @@ class Inference:
 
     async def _answer(self, work: Work, response: UpstreamResponse) -> RelayResult:
         """Splice the answer to the client; what nobody writes into is only watched."""
+        assert work.lease is not None
         work.entry.answering(response.head.status)
         cached = None if work.plan is None else work.plan.matched
         overflows = Overflows(self._runtime.plane.facts, cached)
@@ -324,6 +350,9 @@ class Inference:
             work.entry.began(tail.beginning())
         self._reporting.account(work, usage, result, ttft=tail is not None and work.asked.stream)
         self._reporting.count(work, overflows)
+        if result.completed and work.content is Content.NEW and work.asked.cache and overflows.seen is None:
+            self._runtime.saver.on_delivered(work.lease, work.asked.body)
+        await self._runtime.saver.on_answer(work.lease, usage.cached_tokens)
         return result
 
     async def _refused(self, work: Work, response: UpstreamResponse, overflows: Overflows) -> RelayResult:

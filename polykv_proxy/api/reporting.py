@@ -129,6 +129,8 @@ class Reporting:
             block["unpooled_reason"] = work.unpooled
         if work.pool_unknown:
             block["pool_unknown"] = True
+        if work.lease.restored_tokens:
+            block["restored_tokens"] = work.lease.restored_tokens
         if (divergence := work.entry.shown(usage)) is not None:
             block["divergence"] = divergence_view(divergence)
         if work.asked.ignored_slot:

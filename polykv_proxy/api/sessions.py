@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from polykv_proxy.api import views
-from polykv_proxy.api.reply import json_reply
+from polykv_proxy.api.reply import flag, json_reply
 from polykv_proxy.core.types import PoolId, SessionId
 from polykv_proxy.errors import BadRequestError, ConflictError
 
@@ -50,11 +50,15 @@ class SessionsApi:
         return json_reply(views.sessions(self._fleet.planes, self._sees(request)))
 
     async def close(self, request: web.Request) -> web.Response:
-        """``POST …/{id}/close``: the session is over, and the cells that only it held are free."""
+        """``POST …/{id}/close``: the session is over, and the cells that only it held are free.
+
+        With ``?keep=1`` its state stays on disk for the conversation to come back.
+        """
         session_id, scope = SessionId(request.match_info["session_id"]), self._sees(request)
         engine = self._fleet.of_session(session_id, scope)
-        freed = await engine.pooling.sessions.close(session_id, scope)
-        return json_reply({"session_id": session_id, "closed": True, "cells_freed": freed})
+        keep = flag(request, "keep")
+        freed, kept = await engine.pooling.sessions.close(session_id, scope, keep=keep)
+        return json_reply({"session_id": session_id, "closed": True, "cells_freed": freed, "kept": kept})
 
     async def migrate(self, request: web.Request) -> web.Response:
         """``POST …/{id}/migrate``: its next request attaches to another pool; all of it, or nothing."""

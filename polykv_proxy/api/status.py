@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs
 
 import msgspec
@@ -57,8 +57,11 @@ class Status:
         """``GET /props`` with our ``opencoti`` member."""
         head, body = await fetch(self._upstream, exchange)
         if head.status == 200 and body.rstrip().endswith(b"}"):
-            body = insert_member(body, "opencoti", views.properties(self._runtime.plane, self._patch))
+            body = insert_member(body, "opencoti", self._member())
         await exchange.respond(head.status, kept_headers(head), body)
+
+    def _member(self) -> dict[str, Any]:
+        return views.properties(self._runtime.plane, self._patch, self._runtime.saver.status())
 
     async def slots(self, exchange: Exchange) -> None:
         """``GET /slots`` with our ``opencoti`` member in each slot; every other byte stays."""

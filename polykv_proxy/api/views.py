@@ -169,12 +169,15 @@ def sessions(planes: Mapping[str, ControlPlane], scope: Scope | None) -> dict[st
     }
 
 
-def properties(plane: ControlPlane, patch: str | None = None) -> dict[str, Any]:
+def properties(
+    plane: ControlPlane, patch: str | None = None, durable: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """The ``opencoti`` member of ``/props``.
 
     Args:
         plane: the control plane.
         patch: identity of the patches that the engine was built with, where it is known.
+        durable: whether KV is saved, and why not.
     """
     return {
         "version": __version__,
@@ -188,6 +191,7 @@ def properties(plane: ControlPlane, patch: str | None = None) -> dict[str, Any]:
         "kv_cells_total": plane.cells_total,
         "kv_bytes_per_cell": None if plane.facts is None else plane.facts.bytes_per_cell or None,
         "attach_shortfall_total": plane.pools.shortfalls,
+        "durable_kv": durable,
         "policy": {"pools": asdict(plane.policy)},
     }
 

@@ -54,6 +54,12 @@ class Work:
     boundary: int = 0
     """Leading tokens that others are expected to begin with, as far as the client hinted at any."""
 
+    def start_over(self) -> None:
+        """Forget what became of the attempt; what its prompt is made of stays known."""
+        self.plan, self.pool_unknown, self.unpooled, self.lease = None, False, None, None
+        self.content, self.clean, self.told = Content.OLD, True, False
+        self.countable = True
+
     @property
     def matched(self) -> int:
         """Leading tokens that the pool it rides on holds."""

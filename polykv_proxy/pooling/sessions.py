@@ -36,24 +36,36 @@ class Sessions:
         self._room = room
         self._materializer = materializer
 
-    async def close(self, session_id: SessionId, scope: Scope | None) -> int:
-        """End a session; returns the cells that only it held, 0 if somebody else got its slot first.
+    async def close(
+        self, session_id: SessionId, scope: Scope | None, *, keep: bool = False
+    ) -> tuple[int, bool]:
+        """End a session.
+
+        Returns the cells that only it held, 0 if somebody else got its slot first, and whether its state
+        stays on disk.
+
+        Args:
+            session_id: which.
+            scope: who asks.
+            keep: whether its state is to stay on disk; otherwise it goes from there, too.
 
         Raises:
             NotFoundError: there is none.
             ConflictError: it runs.
         """
+        kept = await self._runtime.saver.on_close(self._plane.idle_session(session_id, scope), keep=keep)
         slot = self._plane.end_session(session_id, scope)
         self._runtime.gatekeeper.gate.on_close(session_id, monotonic())
         self._runtime.gatekeeper.wake()
         log.info("session_closed", session_id=session_id)
         if slot is None:
-            return 0
+            return 0, kept
         try:  # to the end whoever leaves; whoever gets the slot first overwrites what is in it
-            return await asyncio.shield(self._runtime.background(self._room.empty(slot))) or 0
+            freed = await asyncio.shield(self._runtime.background(self._room.empty(slot)))
         except PolyKVError as error:
             log.info("slot_not_emptied", slot=slot, reason=error.message)
-            return 0
+            freed = 0
+        return freed or 0, kept
 
     async def migrate(self, session_id: SessionId, scope: Scope | None, pool: PrefixPool) -> int:
         """Let a session's next request attach to another pool; returns the cells that it gave up.

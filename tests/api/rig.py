@@ -14,6 +14,7 @@ from yarl import URL
 from polykv_proxy import sampler
 from polykv_proxy.api.admission import AdmissionApi
 from polykv_proxy.api.advice import Advice
+from polykv_proxy.api.cache import CacheApi
 from polykv_proxy.api.control import ControlApi
 from polykv_proxy.api.guard import Guard
 from polykv_proxy.api.journal import Journal
@@ -24,6 +25,7 @@ from polykv_proxy.app import assemble
 from polykv_proxy.config import Settings
 from polykv_proxy.core.decisions import PoolPolicy
 from polykv_proxy.core.plane import ControlPlane
+from polykv_proxy.durable.service import Durable
 from polykv_proxy.edge import Edge, InProcess, Upstream
 from polykv_proxy.edge.tasks import TaskSet
 from polykv_proxy.engine.address import EngineAddress
@@ -37,6 +39,8 @@ from polykv_proxy.runtime import Runtime
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
+
+    from fake_durable import FakeDurable
 
 LIVENESS_S = 20.0
 """Generous: a test that waits this long hangs."""
@@ -116,11 +120,15 @@ class Rig:
         stock: FakePolykv | None = None,
         copies: CopyLimits | None = None,
         cells: int | None = None,
+        saving: FakeDurable | None = None,
         **settings: Any,
     ) -> None:
         self.engines = (
             [FakePolykv(slots=slots, max_pools=max_pools) for _ in models] if stock is None else [stock]
         )
+        self.saving = saving
+        if saving is not None:
+            self.engines = [saving]
         self._copies = copies
         for engine, model in zip(self.engines, models, strict=True):
             engine.model = model
@@ -154,6 +162,7 @@ class Rig:
             *RequestsApi(self.journal.book, control.sees).routes(),
             *self.tps.routes(),
             *AdmissionApi(self.fleet, control.sees).routes(),
+            *CacheApi(self.fleet, control.sees).routes(),
         ]
         inside = await stack.enter_async_context(InProcess(control.application(1 << 20, further)))
         routes = assemble(
@@ -194,15 +203,33 @@ class Rig:
         upstream = Upstream(fake.address)
         self._stack.callback(upstream.close)
         key = self.settings.engine.api_key
+        pooling = Pooling(runtime)
+        durable = None
+        if self.saving is not None:
+            runtime.saver = durable = Durable(
+                runtime,
+                pooling,
+                self.settings.durable,
+                folder=self.saving.folder,
+                model=self.saving.model_file,
+            )
         return Engine(
             number,
             f"engine-{number}",
             runtime,
-            Pooling(runtime),
+            pooling,
             upstream,
             None if key is None else key.get_secret_value(),
             patch="p1",
+            durable=durable,
         )
+
+    @property
+    def durable(self) -> Durable:
+        """The first engine's."""
+        durable = self.fleet.first.durable
+        assert durable is not None
+        return durable
 
     async def __aexit__(self, *_: object) -> None:
         """Stop everything, last first."""

@@ -11,7 +11,7 @@ async def test_a_session_is_listed_until_it_is_closed(rig):
     (listed,) = (await rig.ask("/polykv/sessions")).json["sessions"]
     used = listed["ctx_used"]
     closed = await rig.ask("/polykv/sessions/me/close", {})
-    assert closed.json == {"session_id": "me", "closed": True, "cells_freed": used}
+    assert closed.json == {"session_id": "me", "closed": True, "cells_freed": used, "kept": False}
     assert (await rig.ask("/polykv/sessions")).json["sessions"] == []
     again = await rig.ask("/polykv/sessions/me/close", {})
     assert (again.status, again.error["code"]) == (404, "session_not_found")

@@ -86,7 +86,7 @@ def test_nothing_is_known_before_an_engine_answers():
 
 def test_properties_name_what_works():
     """Features by name, so that nobody has to look at versions."""
-    properties = views.properties(plane_with(), "p1")
+    properties = views.properties(plane_with(), "p1", {"state": "off"})
     assert properties == {
         "version": __version__,
         "capability": "zero_copy",
@@ -99,6 +99,7 @@ def test_properties_name_what_works():
         "kv_bytes_per_cell": 10,
         "attach_shortfall_total": 0,
         "engine_patch": "p1",
+        "durable_kv": {"state": "off"},
         "policy": {"pools": asdict(PoolPolicy())},
     }
     assert views.properties(plane_with(bytes_per_cell=0))["kv_bytes_per_cell"] is None

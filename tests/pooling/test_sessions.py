@@ -14,7 +14,7 @@ async def test_a_session_that_is_closed_frees_what_only_it_held(rig):
     """Its suffix goes, the pool stays; and it is gone for whoever asks."""
     root, _, _ = await create(rig, as_tokens(ids((1, 40))))
     await talked(rig, pool_id=root.pool_id)
-    assert await rig.pooling.sessions.close(ME, SCOPE) == 10
+    assert await rig.pooling.sessions.close(ME, SCOPE) == (10, False)
     assert rig.engine.used == 40
     with pytest.raises(NotFoundError):
         await rig.pooling.sessions.close(ME, SCOPE)
@@ -26,7 +26,7 @@ async def test_a_session_that_is_resident_nowhere_frees_nothing(proxies):
     rig = await proxies(slots=1)
     await talked(rig)
     await talked(rig, "you", cache_prompt=False)
-    assert await rig.pooling.sessions.close(ME, SCOPE) == 0
+    assert await rig.pooling.sessions.close(ME, SCOPE) == (0, False)
     assert rig.engine.used == 50
 
 

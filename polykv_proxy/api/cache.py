@@ -1,0 +1,132 @@
+"""The ``/polykv/cache`` routes: what KV is on disk, why something is gone, and deleting it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from aiohttp import web
+
+from polykv_proxy.api.reply import json_reply
+from polykv_proxy.durable.identity import config_hash
+from polykv_proxy.errors import NotFoundError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from polykv_proxy.core.catalogue import Catalogue, Entry, Tombstone
+    from polykv_proxy.core.types import Scope
+    from polykv_proxy.durable.service import Durable
+    from polykv_proxy.fleet import Engine, Fleet
+
+
+class CacheApi:
+    """The saved states' HTTP face.
+
+    Args:
+        fleet: the engines.
+        sees: what a request may see; None: everything.
+    """
+
+    def __init__(self, fleet: Fleet, sees: Callable[[web.Request], Scope | None]) -> None:
+        self._fleet = fleet
+        self._sees = sees
+
+    def routes(self) -> list[web.RouteDef]:
+        """All of them."""
+        return [
+            web.get("/polykv/cache", self.list_entries),
+            web.get("/polykv/cache/{key:.+}", self.show),
+            web.delete("/polykv/cache/{key:.+}", self.delete),
+        ]
+
+    async def list_entries(self, request: web.Request) -> web.Response:
+        """``GET /polykv/cache``: every state on disk, and what went lately."""
+        scope = self._sees(request)
+        entries: list[dict[str, Any]] = []
+        gone: list[dict[str, Any]] = []
+        for engine, durable in self._savers():
+            catalogue = durable.shelf.catalogue
+            entries += [
+                entry_view(engine.name, catalogue, entry)
+                for entry in catalogue
+                if scope in (None, entry.scope)
+            ]
+            gone += [tombstone_view(engine.name, each) for each in catalogue.tombstones(scope)]
+        engines = [{"engine": engine.name, **engine.runtime.saver.status()} for engine in self._fleet]
+        return json_reply({"entries": entries, "tombstones": gone, "engines": engines})
+
+    async def show(self, request: web.Request) -> web.Response:
+        """``GET /polykv/cache/{key}``: the states of a key and of those nested below it.
+
+        Raises:
+            NotFoundError: there is none; its tombstone, if it has one, says why.
+        """
+        key, scope = request.match_info["key"], self._sees(request)
+        found: list[dict[str, Any]] = []
+        gone: list[dict[str, Any]] = []
+        for engine, durable in self._savers():
+            catalogue = durable.shelf.catalogue
+            found += [entry_view(engine.name, catalogue, entry) for entry in catalogue.under(key, scope)]
+            gone += [
+                tombstone_view(engine.name, each) for each in catalogue.tombstones(scope) if each.key == key
+            ]
+        if not found:
+            raise NotFoundError(
+                f"nothing is saved under {key}", code="cache_not_found", param="key", tombstones=gone
+            )
+        return json_reply({"key": key, "entries": found, "tombstones": gone})
+
+    async def delete(self, request: web.Request) -> web.Response:
+        """``DELETE /polykv/cache/{key}``: with all that is nested below it.
+
+        Raises:
+            NotFoundError: there is none.
+            ConflictError: a state of it is in use.
+        """
+        key, scope = request.match_info["key"], self._sees(request)
+        deleted = [
+            count
+            for _, durable in self._savers()
+            if (count := await durable.shelf.delete(key, scope, durable.sessions.busy)) is not None
+        ]
+        if not deleted:
+            raise NotFoundError(f"nothing is saved under {key}", code="cache_not_found", param="key")
+        return json_reply({"key": key, "deleted": sum(deleted)})
+
+    def _savers(self) -> list[tuple[Engine, Durable]]:
+        return [(engine, engine.durable) for engine in self._fleet if engine.durable is not None]
+
+
+def entry_view(engine: str, catalogue: Catalogue, entry: Entry) -> dict[str, Any]:
+    """One state as JSON."""
+    state, pool = entry.state, entry.state.pool
+    view: dict[str, Any] = {
+        "key": state.key,
+        "kind": state.kind.value,
+        "engine": engine,
+        "model_id": state.model_id,
+        "config_hash": config_hash(state.config),
+        "config_changed": list(catalogue.moved(entry)),
+        "n_tokens": len(state.tokens),
+        "bytes": state.file_bytes,
+        "file": state.file,
+        "created_ts": state.created_ts,
+        "last_used_ts": entry.used_ts,
+        "uses": entry.uses,
+        "in_use": entry.holds > 0,
+    }
+    if pool is not None:
+        view |= {"label": pool.label, "pinned": pool.pinned, "parent": pool.parent}
+    return view
+
+
+def tombstone_view(engine: str, gone: Tombstone) -> dict[str, Any]:
+    """Why a state is gone, as JSON."""
+    return {
+        "key": gone.key,
+        "kind": gone.kind.value,
+        "engine": engine,
+        "n_tokens": gone.tokens,
+        "reason": gone.reason.value,
+        "gone_ts": gone.gone_ts,
+    }

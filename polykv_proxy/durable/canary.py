@@ -1,0 +1,62 @@
+"""Whether the loaded model goes on from a slot file: tried at every start, before anybody uses the engine.
+
+Longer than any sliding window of the model, continued at its end and left before its end: models whose state
+is a window or has no parts do not pass, and then nothing is saved.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from polykv_proxy.core.types import SlotId
+from polykv_proxy.engine import slotfile, trial
+from polykv_proxy.errors import BadRequestError, NotFoundError, UnavailableError
+
+if TYPE_CHECKING:
+    from polykv_proxy.core.types import EngineFacts
+    from polykv_proxy.durable.store import Store
+    from polykv_proxy.engine.client import EngineClient
+
+BEYOND_WINDOW = 32
+"""Tokens by which the canary is longer than the window."""
+
+
+async def sings(client: EngineClient, store: Store, facts: EngineFacts, window: int | None) -> str | None:
+    """Try it; returns why saved KV is of no use on this engine, or None.
+
+    Args:
+        client: the way to the engine, which nobody uses.
+        store: where its files are.
+        facts: its sizes.
+        window: tokens of the model's sliding window, if it has one.
+    """
+    length = max(trial.TEST_TOKENS, (window or 0) + BEYOND_WINDOW)
+    if length > facts.ctx_tokens // 2:
+        if window:
+            return f"a context of {facts.ctx_tokens} tokens is too short to try a window of {window}"
+        length = facts.ctx_tokens // 2
+    name = store.temporary(("canary",))
+    ends = SlotId(0), SlotId(facts.slots - 1)
+    version: list[int] = []
+
+    async def look() -> None:
+        version.append(await asyncio.to_thread(slotfile.read_version, store.folder / name))
+
+    try:
+        partial, reason = await trial.restore_works(
+            client, name, ends, facts.ctx_tokens, length=length, on_saved=look
+        )
+    except (BadRequestError, NotFoundError, UnavailableError) as error:
+        return f"the engine does not save and restore: {error.message}"
+    finally:
+        await asyncio.to_thread(store.discard, name)
+    if reason is not None:
+        return reason
+    if not partial:
+        return "the model goes on from a saved state only at its very end"
+    if version != [slotfile.STATE_VERSION]:
+        return (
+            f"the engine writes slot files of version {version[0]}, this proxy knows {slotfile.STATE_VERSION}"
+        )
+    return None

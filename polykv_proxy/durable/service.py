@@ -1,0 +1,273 @@
+"""All that makes KV durable on one engine, for its runtime and for those who serve requests (``saver``).
+
+Rule 1: nobody's request fails because something cannot be saved or restored; the status says why.
+Rule 2: nothing is saved before the canary went on from a file, on this load of the engine.
+Rule 3: while lost pools come back requests are held, or served without them, as the policy says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+import structlog
+
+from polykv_proxy.core.types import Capability
+from polykv_proxy.durable import canary, gguf, identity
+from polykv_proxy.durable.pools import SavedPools
+from polykv_proxy.durable.sessions import SavedSessions, has_adapters
+from polykv_proxy.durable.shelf import Shelf
+from polykv_proxy.errors import BadRequestError, NotFoundError, PolyKVError
+from polykv_proxy.saver import model_digest
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from polykv_proxy.config import DurableSettings
+    from polykv_proxy.core.decisions import Lease
+    from polykv_proxy.core.sessions import Session
+    from polykv_proxy.core.types import EngineFacts, Scope, SlotId, Tokens
+    from polykv_proxy.pooling import Pooling
+    from polykv_proxy.runtime import Runtime
+
+log = structlog.get_logger(__name__)
+
+ROUND_S = 1.0
+"""Between two looks for what is to be saved."""
+
+
+class Durable:
+    """Saves and restores for one engine.
+
+    Args:
+        runtime: the engine's control plane at work.
+        pooling: computes pools that are not on disk.
+        settings: how much, how long, when.
+        folder: where the engine saves; None: on another host.
+        model: the model's file; None: on another host.
+        arguments: what the engine is started with.
+    """
+
+    def __init__(  # noqa: PLR0913 - what it works with
+        self,
+        runtime: Runtime,
+        pooling: Pooling,
+        settings: DurableSettings,
+        *,
+        folder: Path | None,
+        model: Path | None,
+        arguments: Sequence[str] = (),
+    ) -> None:
+        self._runtime = runtime
+        self._settings = settings
+        self._model = model
+        self._arguments = arguments
+        self.shelf = Shelf(folder, settings.retention, runtime.metrics, runtime.now_ts)
+        self.sessions = SavedSessions(
+            runtime, self.shelf, secrets.token_hex(3), min_tokens=settings.min_tokens
+        )
+        self.pools = SavedPools(runtime, pooling, self.shelf, recent_s=settings.pool_recent_s)
+        self._epoch = ""
+        self._adapters: list[tuple[str, float]] = []
+        self._files: dict[tuple[str, int, int], gguf.Gguf] = {}
+        """By name, size and time."""
+        self._settled = asyncio.Event()
+        self._generation = 0
+        self._pools_at = 0.0
+        if folder is None or not any(folder.glob("kv-*.json")):
+            self._settled.set()  # nothing can come back
+
+    # -- the engine's life -------------------------------------------------------------------------------
+
+    async def meet(self, facts: EngineFacts, capability: Capability, reported: Mapping[str, str]) -> str:
+        """Find out which model this is, and whether it goes on from files; see ``Saver``."""
+        client, shelf = self._runtime.client, self.shelf
+        self.sessions.meet(reported.get("chat_template", ""))
+        parts, window = await self._parts(reported)
+        known = model_digest(reported) if parts is None else identity.model_id(parts)
+        if facts.epoch and facts.epoch == self._epoch and known == shelf.model_id:
+            return known
+        self._epoch, shelf.model_id, shelf.bytes_per_token = facts.epoch, known, facts.bytes_per_cell
+        if not self._settings.enabled:
+            shelf.reason = "durable.enabled is false"
+        elif capability is not Capability.ZERO_COPY:
+            shelf.reason = "the engine has no prefix pools"
+        elif (wrong := await shelf.open()) is not None:
+            shelf.reason = wrong
+        elif parts is None:
+            shelf.reason = "the model's file cannot be read here, so nobody can tell which model it is"
+        elif (await client.counters()).busy:
+            shelf.reason = "others were at work in the engine when it was to be tried"
+        else:
+            shelf.reason = await canary.sings(client, shelf.store, facts, window)
+        report = log.info if shelf.on or not self._settings.enabled else log.warning
+        report("durable_kv", engine=self._runtime.name, on=shelf.on, reason=shelf.reason)
+        return known
+
+    async def _parts(self, reported: Mapping[str, str]) -> tuple[dict[str, Any] | None, int | None]:
+        """The parts of the model's id and its window; None for what cannot be read."""
+        if self._model is None:
+            return None, None
+        try:
+            adapters = await self._runtime.client.adapter_list()
+        except (NotFoundError, BadRequestError):
+            adapters = []  # an engine that has none
+        self._adapters = [(each.path, each.scale) for each in adapters]
+        try:
+            files = [await self._read(path) for path in gguf.shards(self._model)]
+            projector = identity.projector_of(self._arguments)
+            parts = identity.parts_of_model(
+                gguf=[file.identity.plain() for file in files],
+                projector=None if projector is None else (await self._read(projector)).identity.plain(),
+                lora=[[(await self._read(path)).identity.plain(), scale] for path, scale in self._adapters],
+                reported=reported,
+                arguments=self._arguments,
+            )
+        except (OSError, gguf.NotGgufError) as error:
+            log.warning("model_not_identified", engine=self._runtime.name, reason=str(error))
+            return None, None
+        return parts, max((file.window or 0 for file in files), default=0) or None
+
+    async def _read(self, path: Path | str) -> gguf.Gguf:
+        """What a file is; read again only if it changed.
+
+        Raises:
+            OSError, NotGgufError: see ``gguf.read``.
+        """
+        assert self._model is not None
+        path = self._model.parent / path
+        found = await asyncio.to_thread(path.stat)
+        known = (str(path), found.st_size, found.st_mtime_ns)
+        if known not in self._files:
+            self._files[known] = await asyncio.to_thread(gguf.read, path)
+        return self._files[known]
+
+    def on_ready(self) -> None:
+        """What was lost, by this engine or with an earlier proxy, comes back."""
+        self._generation += 1
+        if self.shelf.on:
+            self.pools.recall()
+        self._runtime.spawn(self._rebuild(self._generation))
+        if self._settings.while_rebuilding == "plain":
+            self._settled.set()
+
+    def on_down(self) -> None:
+        """Requests wait for what comes back with the next engine."""
+        self._generation += 1
+        if self._settings.while_rebuilding == "hold" and any(
+            pool.resident for pool in self._runtime.plane.tree
+        ):
+            self._settled.clear()
+
+    async def _rebuild(self, generation: int) -> None:
+        try:
+            if self._runtime.plane.capability.shares_cells:
+                await self.pools.rebuild()
+        finally:
+            if generation == self._generation:
+                self._settled.set()
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether requests should run now (rule 3)."""
+        return self._settled.is_set()
+
+    async def settled(self, timeout_s: float) -> bool | None:
+        """See ``Saver``."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._settled.wait()
+        except TimeoutError:
+            return None
+
+    # -- requests ----------------------------------------------------------------------------------------
+
+    def may_help(self, scope: Scope, body: bytes) -> bool:
+        """See ``Saver``."""
+        shelf = self.shelf
+        if not shelf.on or has_adapters(body):
+            return False
+        return shelf.catalogue.holds_sessions(scope, shelf.model_id)
+
+    async def before_request(self, lease: Lease, tokens: Tokens | None, held: int) -> None:
+        """See ``Saver``."""
+        if not self.shelf.on or lease.ended or not await self._same_adapters() or lease.ended:
+            return
+        await self.sessions.keep_displaced(lease)
+        if tokens is not None and not lease.ended:
+            await self.sessions.bring_back(lease, tokens, held)
+
+    async def before_loss(self, slot: SlotId) -> None:
+        """See ``Saver``."""
+        if self.shelf.on and await self._same_adapters():
+            await self.sessions.keep_resident(slot)
+
+    def on_delivered(self, lease: Lease, body: bytes) -> None:
+        """See ``Saver``."""
+        if self.shelf.on:
+            self.sessions.on_delivered(lease, body)
+
+    async def on_answer(self, lease: Lease, cached_tokens: int | None) -> None:
+        """See ``Saver``."""
+        await self.sessions.on_answer(lease, cached_tokens)
+
+    async def on_close(self, session: Session, *, keep: bool) -> bool:
+        """See ``Saver``."""
+        return self.shelf.on and await self.sessions.on_close(session, keep=keep)
+
+    async def _same_adapters(self) -> bool:
+        """Whether the LoRA set is what the model's id says; once it is not, saved KV could be either's."""
+        if not self._adapters:
+            return True
+        try:
+            now = [(each.path, each.scale) for each in await self._runtime.client.adapter_list()]
+        except PolyKVError:
+            return False
+        if now != self._adapters:
+            self.shelf.reason = "the LoRA adapters were changed while the engine ran"
+            log.warning("durable_kv", engine=self._runtime.name, on=False, reason=self.shelf.reason)
+        return self.shelf.on
+
+    # -- now and then ------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Save what is idle, look after the files, until cancelled."""
+        while True:
+            await asyncio.sleep(ROUND_S)
+            try:
+                await self.round()
+            except PolyKVError as error:
+                log.info("durable_round_failed", reason=error.message)
+
+    async def round(self) -> None:
+        """One look at everything."""
+        if not self.shelf.on or not self._runtime.plane.serving:
+            return
+        await self.pools.drop_released()
+        if await self._same_adapters():
+            await self.sessions.keep_idle(self._settings.idle_save_s)
+            if monotonic() - self._pools_at >= self._settings.pools_every_s:
+                self._pools_at = monotonic()
+                await self.pools.keep()
+        await self.shelf.sweep(monotonic())
+
+    async def drain(self) -> None:
+        """The proxy stops: save all that is worth it, as far as time allows."""
+        if not self.shelf.on or not self._runtime.plane.serving:
+            return
+        try:
+            async with asyncio.timeout(self._settings.drain_s):
+                if await self._same_adapters():
+                    await self.pools.keep()
+                    await self.sessions.keep_idle(0.0)
+        except TimeoutError:
+            log.warning("durable_drain_cut_short", engine=self._runtime.name)
+        except PolyKVError as error:
+            log.warning("durable_drain_failed", engine=self._runtime.name, reason=error.message)
+
+    def status(self) -> dict[str, Any]:
+        """Whether KV is saved, how much is, and why not."""
+        return self.shelf.status()

@@ -1,0 +1,317 @@
+"""Conversations that come back: saved when they lose their slot, restored when their next turn comes.
+
+Rule 1: a slot is read and written only while it is idle and kept from others, to the end: a save that ran on
+when the slot was another's would be of another's conversation.
+Rule 2: only what an answer that went out whole left behind is saved. What failed or was cancelled changes
+nothing on disk.
+Rule 3: a state is restored only if that spares more than what pools hold anyway, and the answer has to prove
+it; one that did not help goes.
+Rule 4: what a session saves takes the place of the state that it went on from.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from time import monotonic
+from typing import TYPE_CHECKING
+
+import structlog
+
+from polykv_proxy.core.catalogue import Kind, Reason, pays
+from polykv_proxy.core.types import common_prefix
+from polykv_proxy.durable.identity import config_of
+from polykv_proxy.durable.shelf import Label
+from polykv_proxy.errors import EngineGoneError, PolyKVError
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine
+    from typing import Any
+
+    from polykv_proxy.core.catalogue import Entry
+    from polykv_proxy.core.decisions import Lease
+    from polykv_proxy.core.sessions import Session
+    from polykv_proxy.core.slots import Slot
+    from polykv_proxy.core.types import SlotId, Tokens
+    from polykv_proxy.durable.shelf import Shelf
+    from polykv_proxy.engine.wire import SlotFile
+    from polykv_proxy.runtime import Runtime
+
+log = structlog.get_logger(__name__)
+
+MAX_CONFIGS = 256
+"""Configurations whose digests are remembered."""
+
+ROOM_TOKENS = 16
+"""A slot that runs may take so many cells while a state is restored."""
+
+
+class SavedSessions:
+    """The saved conversations of one engine.
+
+    Args:
+        runtime: the engine's control plane at work.
+        shelf: its saved states.
+        run: tells this run of the proxy from others: unnamed sessions are counted anew in each.
+        min_tokens: tokens that are worth a file, and worth reading one.
+    """
+
+    def __init__(self, runtime: Runtime, shelf: Shelf, run: str, *, min_tokens: int) -> None:
+        self._runtime = runtime
+        self._plane = runtime.plane
+        self._shelf = shelf
+        self._run = run
+        self._min_tokens = min_tokens
+        self._template = ""
+        self._configs: dict[tuple[int, str], dict[str, str]] = {}
+        self._goes_on: dict[str, Session] = {}
+        """Keys of states that a session went on from."""
+
+    def meet(self, template: str) -> None:
+        """An engine is up, with this chat template."""
+        self._template = template
+
+    # -- saving ------------------------------------------------------------------------------------------
+
+    def on_delivered(self, lease: Lease, body: bytes) -> None:
+        """An answer went out whole (rule 2)."""
+        session = lease.session
+        if session is None or lease.ended:
+            return
+        if has_adapters(body):
+            session.delivered = None
+            return
+        session.delivered = lease.lease_id
+        chain = self._plane.board.slots[lease.slots[0]].chain
+        key = (chain[0] if chain else 0, self._template)
+        config = self._configs.pop(key, None) if chain else None
+        if config is None:
+            config = config_of(body, self._template)
+        self._configs[key] = config
+        if len(self._configs) > MAX_CONFIGS:
+            del self._configs[next(iter(self._configs))]
+        session.config = config
+
+    async def keep_displaced(self, lease: Lease) -> None:
+        """Save what a request displaces from its slots, before it is sent."""
+        for number in lease.slots:
+            slot = self._plane.board.slots[number]
+            session = slot.before[0]
+            if session is not None and session is not lease.session:
+                await self._to_the_end(self._save(slot, session))
+
+    async def keep_resident(self, number: SlotId) -> None:
+        """Save what a slot holds that is about to be emptied; whoever calls keeps others off it."""
+        slot = self._plane.board.slots[number]
+        session = slot.before[0] if slot.session is None or slot.session.running else slot.session
+        if session is not None:
+            await self._to_the_end(self._save(slot, session))
+
+    async def keep_idle(self, idle_s: float) -> None:
+        """Save the conversations that nobody went on with for so long; 0: all."""
+        now = monotonic()
+        for slot in list(self._plane.board):
+            session = slot.session
+            if (
+                session is None
+                or not slot.idle
+                or not self._has_news(session)
+                or now - slot.last_used < idle_s
+            ):
+                continue
+            lease = self._runtime.borrow(slot.slot)
+            if lease is None:
+                continue
+            try:
+                await self._to_the_end(self._save(slot, session))
+            finally:
+                if not lease.ended:
+                    self._runtime.returned(lease)
+
+    async def _save(self, slot: Slot, session: Session) -> None:
+        """Save a session from its slot, if there is more in it than on disk, and enough."""
+        shelf = self._shelf
+        if not shelf.on or not self._has_news(session):
+            return
+        delivered = session.delivered
+        held = next(
+            (each for each in (await self._runtime.client.counters()).slots if each.slot == slot.slot), None
+        )
+        if held is None or held.tokens - held.shared_tokens < self._min_tokens:
+            return  # what it has of its own is computed as soon as read
+        label = Label(
+            kind=Kind.SESSION, key=self._key(session), scope=session.scope, config=dict(session.config)
+        )
+        epoch = self._runtime.epoch
+
+        async def write(name: str) -> SlotFile:
+            written = await self._runtime.client.save_slot(slot.slot, name)
+            if self._runtime.epoch != epoch:
+                raise EngineGoneError("the engine was restarted")  # it was another slot, perhaps another's
+            return written
+
+        if await shelf.save(label, held.tokens, write) is not None:
+            session.saved, session.saved_as = delivered, label.key
+
+    def _has_news(self, session: Session) -> bool:
+        """Whether a whole answer left more of it in its last slot than is on disk."""
+        last = session.lease
+        if session.running:  # its next turn has begun elsewhere
+            now = self._plane.running_lease(session)
+            last = None if now is None else now.before
+        return session.delivered not in (None, session.saved) and session.delivered == last
+
+    def _key(self, session: Session) -> str:
+        if session.saved_as is not None:
+            return session.saved_as
+        if session.name is None:
+            return f"auto/{self._run}/{session.session_id}"
+        return session.session_id
+
+    # -- restoring ---------------------------------------------------------------------------------------
+
+    async def bring_back(self, lease: Lease, tokens: Tokens, held: int) -> None:
+        """Fill a request's slot from the state that has most of its prompt, if that pays.
+
+        Args:
+            lease: its hold on its slot, which it does not go on in.
+            tokens: its prompt.
+            held: leading tokens that a pool holds.
+        """
+        session = lease.session
+        if session is None or lease.continues or len(lease.slots) > 1:
+            return
+        async with self._shelf.saving:  # what it goes on with may be on its way to the disk
+            found = self._shelf.catalogue.best(tokens, session.scope, self._shelf.model_id)
+        facts = self._plane.facts
+        if found is None or facts is None:
+            return
+        entry, matched = found
+        sample = await self._runtime.sample(max_age_s=0.0)
+        if sample is None or lease.ended:
+            return
+        seen = next(each for each in sample.slots if each.slot == lease.slots[0])
+        margin = ROOM_TOKENS * len(self._plane.board.slots)
+        why_not = pays(
+            matched=min(matched, len(tokens) - 1),
+            held=max(held, self._left_there(lease.slots[0], tokens)),
+            saved=len(entry.tokens),
+            # what the slot has of its own goes first
+            free_cells=sample.cells_free + seen.tokens - seen.shared_tokens - margin,
+            window=facts.ctx_tokens,
+            min_gain=self._min_tokens,
+        )
+        if why_not is not None:
+            log.debug("kv_not_restored", key=entry.state.key, matched=matched, held=held, reason=why_not)
+            return
+        if not await self._shelf.check(entry):
+            return
+        entry.holds += 1
+        try:
+            await self._to_the_end(self._restore(lease, session, entry, matched))
+        finally:
+            entry.holds -= 1
+
+    def _left_there(self, number: SlotId, tokens: Tokens) -> int:
+        """Leading tokens of a prompt that its slot holds of the conversation before, as far as is known."""
+        session = self._plane.board.slots[number].before[0]
+        if session is None or session.saved_as is None or session.saved != session.delivered:
+            return 0
+        entries = self._shelf.catalogue.under(session.saved_as, session.scope)
+        held = (entry for entry in entries if entry.state.model_id == self._shelf.model_id)
+        return max((common_prefix(entry.tokens, tokens) for entry in held), default=0)
+
+    async def _restore(self, lease: Lease, session: Session, entry: Entry, matched: int) -> None:
+        slot, runtime = lease.slots[0], self._runtime
+        if lease.ended:
+            return
+        self._plane.board.forget_before(slot)  # gone from now on, also if this fails
+        try:
+            moved = await runtime.client.restore_slot(slot, entry.state.file)
+        except PolyKVError as error:
+            self._shelf.failed("restore", error.message, key=entry.state.key)
+            return
+        finally:
+            runtime.backend.forget([slot])
+            runtime.changed()
+        if moved.n_tokens != len(entry.tokens):
+            self._shelf.failed("restore", f"{moved.n_tokens} of {len(entry.tokens)} tokens came back")
+            return
+        lease.restored, lease.restored_tokens = entry, matched
+        self._adopt(session, entry.state.key)
+        log.info("kv_restored", session_id=session.session_id, key=entry.state.key, slot=slot, tokens=matched)
+
+    def _adopt(self, session: Session, key: str) -> None:
+        """The session goes on from a state (rule 4), unless that is another's who goes on with it, too."""
+        sessions = self._plane.sessions
+        other = self._goes_on.get(key)
+        if other is not None and other is not session and sessions.holds(other):
+            return
+        if any(each is not session and self._key(each) == key for each in sessions):
+            return
+        self._goes_on[key] = session
+        session.saved_as = key
+        if len(self._goes_on) > MAX_CONFIGS:
+            self._goes_on = {each: one for each, one in self._goes_on.items() if sessions.holds(one)}
+
+    async def on_answer(self, lease: Lease, cached_tokens: int | None) -> None:
+        """What an answer reused proves the state that its slot was filled from, or not (rule 3)."""
+        entry, lease.restored = lease.restored, None
+        if entry is None or cached_tokens is None:
+            return
+        metrics = self._shelf.metrics
+        if cached_tokens >= lease.restored_tokens - 1:
+            metrics.restores["effective"] += 1
+            metrics.restored_tokens += cached_tokens
+            if self._shelf.catalogue.has(entry):
+                self._shelf.used(entry)
+            return
+        metrics.restores["ineffective"] += 1
+        log.warning(
+            "kv_restore_ineffective",
+            key=entry.state.key,
+            restored_tokens=lease.restored_tokens,
+            cached_tokens=cached_tokens,
+        )
+        await self._shelf.remove(entry, Reason.INEFFECTIVE)
+
+    def busy(self, entry: Entry) -> bool:
+        """Whether the session whose state it is runs now."""
+        return any(each.running and self._key(each) == entry.state.key for each in self._plane.sessions)
+
+    async def on_close(self, session: Session, *, keep: bool) -> bool:
+        """A session ends: its state stays on disk, or goes from there, too; returns whether it stays."""
+        slot = None if session.slot is None else self._plane.board.slots[session.slot]
+        if keep and slot is not None:
+            lease = self._runtime.borrow(slot.slot)
+            if lease is not None:
+                try:
+                    await self._to_the_end(self._save(slot, session))
+                finally:
+                    if not lease.ended:
+                        self._runtime.returned(lease)
+        key = self._key(session)
+        saved = [
+            entry
+            for entry in self._shelf.catalogue.under(key, session.scope)
+            if entry.state.kind is Kind.SESSION and entry.state.key == key
+        ]
+        if not keep:
+            for entry in saved:
+                await self._shelf.remove(entry, Reason.DELETED)
+        return keep and bool(saved)
+
+    async def _to_the_end(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do it all whoever leaves (rule 1), and only then go on, or leave."""
+        going = self._runtime.background(work)
+        try:
+            await asyncio.wait([going])
+        except asyncio.CancelledError:
+            await asyncio.wait([going])
+            raise
+        if not going.cancelled() and (error := going.exception()) is not None:
+            log.info("kv_not_moved", reason=str(error))
+
+
+def has_adapters(body: bytes) -> bool:
+    """Whether a request may choose LoRA adapters of its own: what it computes is not this model's KV."""
+    return b'"lora"' in body

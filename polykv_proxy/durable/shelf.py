@@ -1,0 +1,272 @@
+"""One engine's saved states at work: the catalogue and the files behind it, kept in step.
+
+Rule 1: one save at a time, so that two of the same identity cannot cross; the engine does no more anyway.
+Rule 2: what goes wrong on disk is counted, told once in the log and shown in the status; no request fails.
+Rule 3: a sweep comes at most every ``SWEEP_S`` seconds and on no request's way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import structlog
+
+from polykv_proxy.core.catalogue import Catalogue, Kind, Reason, Retention, SavedState
+from polykv_proxy.core.types import as_tokens
+from polykv_proxy.durable.store import Store, StoreError
+from polykv_proxy.errors import ConflictError, PolyKVError
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Mapping
+
+    from polykv_proxy.core.catalogue import Entry, PoolRecord
+    from polykv_proxy.core.types import Scope
+    from polykv_proxy.engine.wire import SlotFile
+    from polykv_proxy.metrics import Metrics
+
+log = structlog.get_logger(__name__)
+
+SWEEP_S = 300.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Label:
+    """What a state is saved as."""
+
+    kind: Kind
+    key: str
+    scope: Scope
+    config: Mapping[str, str]
+    pool: PoolRecord | None = None
+
+
+class Shelf:
+    """The saved states of one engine.
+
+    Args:
+        folder: where its engine saves, on this host; None: somewhere else.
+        limits: how much may stay.
+        metrics: counts.
+        now_ts: epoch seconds.
+        on_step: see ``Store``.
+    """
+
+    def __init__(
+        self,
+        folder: Path | None,
+        limits: Retention,
+        metrics: Metrics,
+        now_ts: Callable[[], float],
+        on_step: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self.store = Store(folder or Path(), on_step)
+        self.catalogue = Catalogue()
+        self.limits = limits
+        self.metrics = metrics
+        self.now_ts = now_ts
+        self.model_id = ""
+        self.bytes_per_token = 0
+        self.reason: str | None = "the engine is not ready yet"
+        """Why nothing is saved or restored; None: it is."""
+        self.last_error: str | None = None
+        self._on_this_host = folder is not None
+        self.saving = asyncio.Lock()
+        self._opened = False
+        self._told: str | None = None
+        self._swept_at = 0.0
+
+    @property
+    def on(self) -> bool:
+        """Whether states are saved and restored."""
+        return self.reason is None
+
+    async def open(self) -> str | None:
+        """Read what is there, once; returns why it cannot be used, or None."""
+        if not self._on_this_host:
+            return "the engine saves on another host"
+        if self._opened:
+            return None
+        try:
+            found, problems = await asyncio.to_thread(self.store.open)
+        except StoreError as error:
+            return error.message
+        self._opened = True
+        for one in found:
+            self.catalogue.add(one.state, used_ts=one.used_ts, uses=one.uses)
+        for problem in problems:
+            log.warning("saved_state_refused", reason=problem)
+        self._show()
+        log.info("saved_states_found", entries=len(self.catalogue), bytes=self.catalogue.total_bytes)
+        return None
+
+    # -- coming ------------------------------------------------------------------------------------------
+
+    async def save(
+        self, label: Label, n_tokens: int, write: Callable[[str], Awaitable[SlotFile]]
+    ) -> Entry | None:
+        """Let the engine write a state and make it count; None where that failed, which is no error (rule 2).
+
+        Args:
+            label: what it is.
+            n_tokens: about how many it has.
+            write: lets the engine write a file of that name.
+        """
+        async with self.saving:
+            try:
+                entry = await self._save(label, n_tokens, write)
+            except PolyKVError as error:
+                self.failed("save", error.message, key=label.key)
+                return None
+        self.metrics.saves["saved"] += 1
+        self.last_error = self._told = None
+        self._show()
+        log.info(
+            "kv_saved",
+            kind=label.kind.value,
+            key=label.key,
+            tokens=len(entry.tokens),
+            bytes=entry.state.file_bytes,
+        )
+        return entry
+
+    async def _save(self, label: Label, n_tokens: int, write: Callable[[str], Awaitable[SlotFile]]) -> Entry:
+        state = SavedState(
+            kind=label.kind,
+            key=label.key,
+            scope=label.scope,
+            model_id=self.model_id,
+            config=label.config,
+            tokens=as_tokens(()),
+            file="",
+            file_bytes=0,
+            file_digest="",
+            created_ts=self.now_ts(),
+            pool=label.pool,
+        )
+        self._require_room(n_tokens * self.bytes_per_token)
+        before = self.catalogue.get(state.identity)
+        name = self.store.temporary(state.identity)
+        done = False
+        try:
+            written = await write(name)
+            draft = replace(
+                state, file=name, file_bytes=written.n_bytes, tokens=as_tokens([0]) * written.n_tokens
+            )
+            saved = await self._commit(draft, before)
+            done = True
+        finally:
+            if not done:
+                await asyncio.to_thread(self.store.discard, name)
+        return saved
+
+    async def _commit(self, draft: SavedState, before: Entry | None) -> Entry:
+        uses = 0 if before is None else before.uses
+        file = None if before is None else before.state.file
+        state = await asyncio.to_thread(
+            self.store.commit, draft, used_ts=draft.created_ts, uses=uses, before=file
+        )
+        return self.catalogue.add(state, used_ts=state.created_ts)
+
+    def _require_room(self, n_bytes: int) -> None:
+        if n_bytes > self.limits.max_bytes:
+            raise StoreError(f"it would take {n_bytes} bytes, more than may be saved at all")
+        free = self.store.free_bytes()
+        if free is not None and free - n_bytes < self.limits.min_free_bytes:
+            self._swept_at = 0.0  # the next round makes room
+            raise StoreError(f"the disk has {free} bytes left, and {self.limits.min_free_bytes} stay free")
+
+    async def restate(self, entry: Entry, pool: PoolRecord | None) -> None:
+        """What is said of a saved pool changed."""
+        state = replace(entry.state, pool=pool)
+        async with self.saving:
+            if not self.catalogue.has(entry):
+                return
+            try:
+                await asyncio.to_thread(self.store.restate, state, used_ts=entry.used_ts, uses=entry.uses)
+            except StoreError as error:
+                self.failed("save", error.message, key=state.key)
+                return
+            entry.state = state
+
+    def failed(self, what: str, reason: str, **fields: object) -> None:
+        """Something did not work; the log tells the same reason once in a row."""
+        counts = self.metrics.saves if what == "save" else self.metrics.restores
+        counts["failed"] += 1
+        self.last_error = reason
+        report = log.debug if self._told == reason else log.warning
+        self._told = reason
+        report(f"kv_{what}_failed", reason=reason, **fields)
+
+    # -- use ---------------------------------------------------------------------------------------------
+
+    async def check(self, entry: Entry) -> bool:
+        """Whether a state's file is what was saved; one that is not goes."""
+        wrong = await asyncio.to_thread(self.store.check, entry.state)
+        if wrong is None:
+            return True
+        log.warning("saved_state_refused", key=entry.state.key, file=entry.state.file, reason=wrong)
+        self.last_error = f"{entry.state.file}: {wrong}"
+        self.metrics.restores["refused"] += 1
+        await self.remove(entry, Reason.IDENTITY_CHANGED)
+        return False
+
+    def used(self, entry: Entry) -> None:
+        """A state was of use."""
+        entry.used_ts, entry.uses = self.now_ts(), entry.uses + 1
+        self.store.touch(entry)
+
+    async def remove(self, entry: Entry, reason: Reason) -> bool:
+        """A state goes; False if it is in use, or gone already."""
+        if not self.catalogue.remove(entry, reason, self.now_ts()):
+            return False
+        await asyncio.to_thread(self.store.delete, entry.state)
+        self._show()
+        log.info("saved_state_gone", kind=entry.state.kind.value, key=entry.state.key, reason=reason.value)
+        return True
+
+    async def delete(self, key: str, scope: Scope | None, busy: Callable[[Entry], bool]) -> int | None:
+        """Delete a key's states and those of all keys below it; how many, None where there is none.
+
+        Raises:
+            ConflictError: one of them is in use; then nothing is deleted.
+        """
+        entries = self.catalogue.under(key, scope)
+        if not entries:
+            return None
+        if any(entry.holds or busy(entry) for entry in entries):
+            raise ConflictError(f"what is saved under {key} is in use", code="cache_in_use", param="key")
+        return sum([await self.remove(entry, Reason.DELETED) for entry in entries])
+
+    async def sweep(self, now: float, *, due: bool = False) -> int:
+        """Remove what has to go, if it is time; returns how many states went.
+
+        Args:
+            now: monotonic seconds.
+            due: whether it is time anyway.
+        """
+        if not due and self._swept_at and now - self._swept_at < SWEEP_S:
+            return 0
+        self._swept_at = now
+        free = await asyncio.to_thread(self.store.free_bytes)
+        gone = 0
+        for entry in self.catalogue.overdue(self.limits, self.now_ts(), free):
+            gone += await self.remove(entry, Reason.SWEPT)
+        return gone
+
+    def _show(self) -> None:
+        self.metrics.saved_bytes = self.catalogue.total_bytes
+        self.metrics.saved_entries = len(self.catalogue)
+
+    def status(self) -> dict[str, Any]:
+        """For ``/props`` and the listing."""
+        return {
+            "state": "on" if self.on else "off",
+            "reason": self.reason,
+            "entries": len(self.catalogue),
+            "bytes": self.catalogue.total_bytes,
+            "max_bytes": self.limits.max_bytes,
+            "last_error": self.last_error,
+        }

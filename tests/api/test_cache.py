@@ -1,0 +1,83 @@
+"""Claims about ``api.cache``: what is saved, for whom, and deleting it."""
+
+import pytest_asyncio
+from fake_durable import FakeDurable
+
+from api.rig import CHAT, Rig, chat
+
+
+@pytest_asyncio.fixture
+async def rig(tmp_path):
+    """One slot, and an admin key."""
+    durable = {"min_tokens": 8, "min_free_bytes": 0, "idle_save_s": 0.0, "pools_every_s": 0.0}
+    async with Rig(saving=FakeDurable(tmp_path, slots=1), admin="boss", durable=durable) as started:
+        yield started
+
+
+async def talk(rig, name, *contents, key="mine", **more):
+    """A turn, saved."""
+    body = chat(name, *contents, session_id=name, **more)
+    assert (await rig.ask(CHAT, body, X_Api_Key=key)).status == 200
+    await rig.durable.round()
+
+
+async def get(rig, path="", **headers):
+    """As the administrator."""
+    return await rig.ask(f"/polykv/cache{path}", **({"Authorization": "Bearer boss"} | headers))
+
+
+async def test_everything_that_is_saved_is_listed(rig):
+    """Sessions and pools, with what they take."""
+    await talk(rig, "run/a", "first")
+    await rig.ask(
+        "/polykv/pools", {"prompt": "p" * 90, "pin": True, "label": "l"}, Authorization="Bearer boss"
+    )
+    await rig.durable.round()
+    listing = (await get(rig)).json
+    by_kind = {entry["kind"]: entry for entry in listing["entries"]}
+    assert by_kind["session"]["key"] == "run/a"
+    assert by_kind["session"]["n_tokens"] > 100
+    assert by_kind["session"]["bytes"] > by_kind["session"]["n_tokens"]
+    assert (by_kind["pool"]["pinned"], by_kind["pool"]["label"]) == (True, "l")
+    assert listing["engines"][0]["state"] == "on"
+    assert listing["engines"][0]["entries"] == 2
+
+
+async def test_others_see_nothing_and_delete_nothing(rig):
+    """Keys that are the admin's see all."""
+    await talk(rig, "run/a", "first")
+    assert (await rig.ask("/polykv/cache")).status == 401
+    assert len((await get(rig, "/run")).json["entries"]) == 1
+
+
+async def test_a_key_takes_all_below_it(rig):
+    """Deleting, too; a tombstone stays."""
+    for name in ("run/a", "run/b", "runner"):
+        await talk(rig, name, "first")
+    assert len((await get(rig, "/run")).json["entries"]) == 2
+    deleted = await get(rig, "/run", method="DELETE")
+    assert deleted.json == {"key": "run", "deleted": 2}
+    gone = await get(rig, "/run/a")
+    assert (gone.status, gone.error["code"]) == (404, "cache_not_found")
+    assert [each["reason"] for each in gone.error["tombstones"]] == ["deleted"]
+    assert (await get(rig, "/run", method="DELETE")).status == 404
+    listing = (await get(rig)).json
+    assert [entry["key"] for entry in listing["entries"]] == ["runner"]
+    assert {each["key"] for each in listing["tombstones"]} == {"run/a", "run/b"}
+
+
+async def test_two_entries_of_a_key_name_what_moved(rig):
+    """Here a tool."""
+    await talk(rig, "a", "first", tools=[{"name": "one"}])
+    await talk(rig, "b", "first")
+    await talk(rig, "a", "first", tools=[{"name": "two"}])
+    entries = (await get(rig, "/a")).json["entries"]
+    assert [entry["config_changed"] for entry in entries] == [["tools"], ["tools"]]
+    assert len({entry["config_hash"] for entry in entries}) == 2
+
+
+async def test_props_say_whether_and_why_not(rig):
+    """Beside everything else."""
+    assert (await rig.ask("/props")).json["opencoti"]["durable_kv"]["state"] == "on"
+    rig.durable.shelf.reason = "for a test"
+    assert (await rig.ask("/props")).json["opencoti"]["durable_kv"]["reason"] == "for a test"

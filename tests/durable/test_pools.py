@@ -1,0 +1,225 @@
+"""Claims about ``durable.pools``: the tree comes back under the same ids, from disk where a file is right."""
+
+import asyncio
+
+import pytest
+from api.rig import until
+
+from polykv_proxy.core.types import PoolState
+
+ROOT = {"prompt": "r" * 100}
+CHILD = {"prompt": "r" * 100 + "c" * 50}
+CHILDS = "/polykv/engine/pools/1"
+"""Where the engine is told of the child; nothing else has that number."""
+
+
+async def grown(rig):
+    """A root and its child."""
+    root = await rig.pool({**ROOT, "pin": True, "label": "tools"})
+    child = (await rig.ask(f"/polykv/pools/{root['pool_id']}/fork", {**CHILD, "branch_pos": 80})).json
+    return root, child
+
+
+def shape(rig):
+    """What of the tree has to come back."""
+    return {
+        pool.pool_id: (pool.state.value, pool.edge[0] and pool.edge[0].pool_id, pool.edge[1], pool.pinned)
+        for pool in rig.runtime.plane.tree
+    }
+
+
+async def crashed(rig):
+    """The engine is another one now."""
+    rig.down()
+    rig.engine.restart()
+    await rig.up()
+    async with asyncio.timeout(20):
+        await rig.durable.settled(20)
+
+
+async def test_the_tree_comes_back_from_disk(proxies):
+    """Parents first, with the same edges; the engine computes nothing."""
+    rig = await proxies()
+    await grown(rig)
+    await rig.durable.round()
+    before = shape(rig)
+    await crashed(rig)
+    assert shape(rig) == before
+    assert rig.runtime.metrics.rebuilds == {"disk": 2, "prefill": 0, "failed": 0}
+    assert [number for number, _ in rig.engine.moved("restore_pool")] == [0, 1]
+    await rig.quiet()
+    sample = await rig.runtime.sample(max_age_s=0.0)
+    assert rig.runtime.plane.ownership.unattributed == 0
+    assert sample.cells_used == 100 + 70
+
+
+async def test_what_is_not_on_disk_is_computed(proxies):
+    """And what is there but damaged."""
+    rig = await proxies()
+    _, child = await grown(rig)
+    await rig.durable.round()
+    for entry in rig.durable.shelf.catalogue:
+        if entry.state.key == child["pool_id"]:
+            (rig.engine.folder / entry.state.file).write_bytes(b"x")
+    before = shape(rig)
+    await crashed(rig)
+    assert shape(rig) == before
+    assert rig.runtime.metrics.rebuilds == {"disk": 1, "prefill": 1, "failed": 0}
+
+
+async def test_a_pool_the_engine_will_not_restore_is_computed(proxies):
+    """Its number comes free again."""
+    rig = await proxies()
+    await grown(rig)
+    await rig.durable.round()
+    before = shape(rig)
+    rig.down()
+    rig.engine.restart()
+    rig.engine.broken[CHILDS] = (503, b'{"error": {"message": "no room in the KV cache"}}')
+    await rig.up()
+    await until(lambda: rig.runtime.metrics.restores["failed"])
+    del rig.engine.broken[CHILDS]
+    await rig.durable.settled(20)
+    await until(lambda: shape(rig) == before)
+    assert rig.runtime.metrics.rebuilds["prefill"] == 1
+    await until(lambda: not rig.runtime.plane.tree._retiring)
+
+
+async def test_another_proxy_finds_them(proxies):
+    """With label, pin, and who they were made for."""
+    rig = await proxies()
+    root, _ = await grown(rig)
+    await rig.durable.drain()
+    before = shape(rig)
+    again = await proxies()
+    await again.durable.settled(20)
+    assert shape(again) == before
+    listed = (await again.ask(f"/polykv/pools/{root['pool_id']}")).json
+    assert (listed["label"], listed["pinned"], listed["origin"]) == ("tools", True, "explicit")
+
+
+async def test_what_was_released_does_not_come_back(proxies):
+    """Its file goes, too."""
+    rig = await proxies()
+    _, child = await grown(rig)
+    await rig.durable.round()
+    assert len(rig.durable.shelf.catalogue) == 2
+    await rig.ask(f"/polykv/pools/{child['pool_id']}", method="DELETE")
+    await rig.durable.round()
+    assert [entry.state.key for entry in rig.durable.shelf.catalogue] != [child["pool_id"]]
+    again = await proxies()
+    await again.durable.settled(20)
+    assert child["pool_id"] not in shape(again)
+
+
+async def test_what_was_evicted_stays_away_until_it_is_asked_for(proxies):
+    """Somebody gave its cells back."""
+    rig = await proxies()
+    _, child = await grown(rig)
+    await rig.ask(f"/polykv/pools/{child['pool_id']}/evict", {})
+    await crashed(rig)
+    assert shape(rig)[child["pool_id"]][0] == "lost"
+
+
+async def test_a_pin_that_changes_is_on_disk(proxies):
+    """Without its KV being written again."""
+    rig = await proxies()
+    root = await rig.pool(ROOT)
+    await rig.durable.round()
+    saves = rig.engine.moved("save_pool")
+    await rig.ask(f"/polykv/pools/{root['pool_id']}/pin", {})
+    await rig.durable.round()
+    assert rig.engine.moved("save_pool") == saves
+    again = await proxies()
+    await again.durable.settled(20)
+    assert shape(again)[root["pool_id"]] == ("resident", None, 0, True)
+
+
+async def test_a_pool_that_nobody_used_for_long_is_not_saved(proxies):
+    """Unless it is pinned, or carries one that is worth it."""
+    rig = await proxies(pool_recent_s=0.0)
+    await rig.pool({"prompt": "u" * 60})
+    await asyncio.sleep(0.01)
+    await rig.durable.pools.keep()
+    assert len(rig.durable.shelf.catalogue) == 0
+    root = await rig.pool({"prompt": "v" * 60})
+    child = {"prompt": "v" * 90, "pin": True}
+    await rig.ask(f"/polykv/pools/{root['pool_id']}/fork", child)
+    await asyncio.sleep(0.01)
+    await rig.durable.pools.keep()
+    assert len(rig.durable.shelf.catalogue) == 2
+
+
+async def test_a_pool_that_went_while_it_was_saved_is_not_kept(proxies):
+    """Its number may be another's by then."""
+    rig = await proxies()
+    root = await rig.pool(ROOT)
+    held = rig.engine.slow["/polykv/engine/pools/0"] = asyncio.Event()
+    keeping = asyncio.create_task(rig.durable.pools.keep())
+    await until(rig.durable.shelf.saving.locked)
+    leaving = rig.start(f"/polykv/pools/{root['pool_id']}", method="DELETE")
+    await until(lambda: rig.runtime.plane.tree.was_released(root["pool_id"]))
+    held.set()
+    await asyncio.gather(keeping, leaving)
+    assert len(rig.durable.shelf.catalogue) == 0
+
+
+@pytest.mark.parametrize(("policy", "waits"), [("hold", True), ("plain", False)])
+async def test_requests_wait_for_the_tree_or_do_without(proxies, policy, waits):
+    """As the policy says; nobody is refused."""
+    rig = await proxies(slots=2, while_rebuilding=policy)
+    _, child = await grown(rig)
+    rig.down()
+    rig.engine.restart()
+    held = rig.engine.slow[CHILDS] = asyncio.Event()
+    await rig.up()
+    asking = rig.start("/v1/completions", {"prompt": "something else"})
+    if waits:
+        named = rig.start(
+            "/v1/completions", {"prompt": CHILD["prompt"] + "and on", "pool_id": child["pool_id"]}
+        )
+        await asyncio.sleep(0.1)
+        assert not asking.done()
+        held.set()
+        assert (await named).json["timings"]["cache_n"] == child["prefix_len"]
+    assert (await asking).status == 200
+    held.set()
+    await rig.durable.settled(20)
+    await until(lambda: all(pool.state is PoolState.RESIDENT for pool in rig.runtime.plane.tree))
+
+
+async def test_who_waited_for_the_engine_waits_for_the_tree_too(proxies):
+    """He was in line before anybody knew that there was something to wait for."""
+    rig = await proxies(slots=2)
+    _, child = await grown(rig)
+    rig.engine.gate.clear()
+    running = [rig.start("/v1/completions", {"prompt": f"{number} other"}) for number in range(2)]
+    await until(lambda: rig.engine.running == 2)
+    named = rig.start("/v1/completions", {"prompt": CHILD["prompt"] + "and on", "pool_id": child["pool_id"]})
+    await until(lambda: rig.waiting == 1)
+    rig.down()
+    rig.engine.restart()
+    rig.engine.gate.set()
+    await rig.up()
+    assert (await named).json["timings"]["cache_n"] == child["prefix_len"]
+    await asyncio.gather(*running)
+
+
+async def test_a_second_crash_while_they_come_back(proxies):
+    """Who waits goes on waiting; in the end all are there."""
+    rig = await proxies(slots=2)
+    await grown(rig)
+    before = shape(rig)
+    rig.down()
+    rig.engine.restart()
+    held = rig.engine.slow[CHILDS] = asyncio.Event()
+    await rig.up()
+    await until(lambda: rig.runtime.plane.tree.sequences_used == 2)
+    assert not rig.durable.is_settled
+    rig.down()
+    rig.engine.restart()
+    del rig.engine.slow[CHILDS]
+    held.set()
+    await rig.up()
+    await rig.durable.settled(20)
+    await until(lambda: shape(rig) == before)

@@ -1,0 +1,138 @@
+"""Claims about ``durable.service``: when KV is saved at all, and what model it is of."""
+
+import pytest
+from api.rig import CHAT, chat
+
+from durable.files import PAIRS, gguf_bytes
+from durable.test_sessions import keys, prompt_of, turn
+from polykv_proxy.core.plane import ControlPlane
+from polykv_proxy.core.types import Capability, EngineFacts
+from polykv_proxy.durable.service import Durable
+from polykv_proxy.runtime import Runtime
+
+
+async def test_it_can_be_switched_off(proxies):
+    """Then nothing is tried."""
+    rig = await proxies(enabled=False)
+    assert rig.durable.status()["reason"] == "durable.enabled is false"
+    assert rig.engine.moves == []
+    await turn(rig, "a", "first")
+    await turn(rig, "b", "first")
+    await rig.durable.round()
+    await rig.durable.drain()
+    assert keys(rig) == []
+
+
+async def test_an_engine_without_pools_saves_nothing(proxies):
+    """Its slots are its own business."""
+    rig = await proxies(max_pools=0)
+    assert rig.durable.status()["reason"] == "the engine has no prefix pools"
+
+
+async def test_a_model_that_cannot_be_read_has_no_saved_state(proxies):
+    """Nobody can tell which one it is."""
+    rig = await proxies(prepare=lambda fake: fake.model_file.write_bytes(b"no model"))
+    assert "cannot be read" in rig.durable.status()["reason"]
+
+
+async def test_another_model_has_nothing_of_it(proxies):
+    """And the first finds its own again."""
+    rig = await proxies()
+    await turn(rig, "a", "first")
+    await rig.durable.drain()
+    pairs = [("general.architecture", "other"), *PAIRS[1:]]
+    other = await proxies(prepare=lambda fake: fake.model_file.write_bytes(gguf_bytes(pairs)))
+    assert await turn(other, "a", "first", "second") == 0
+    again = await proxies()
+    assert await turn(again, "a", "first", "second") == prompt_of(again, "a", "first")
+    assert rig.durable.shelf.model_id == again.durable.shelf.model_id != other.durable.shelf.model_id
+
+
+async def test_adapters_are_part_of_the_model(proxies, tmp_path):
+    """With their scales; a change while the engine runs ends it."""
+    (tmp_path / "l.gguf").write_bytes(gguf_bytes([("general.type", "adapter")]))
+
+    def with_scale(scale):
+        return lambda fake: fake.adapters.append({"id": 0, "path": "l.gguf", "scale": scale})
+
+    plain, half = await proxies(), await proxies(prepare=with_scale(0.5))
+    full = await proxies(prepare=with_scale(1.0))
+    ids = {rig.durable.shelf.model_id for rig in (plain, half, full)}
+    assert len(ids) == 3
+    await turn(half, "a", "first")
+    await turn(half, "b", "first")
+    assert keys(half) == ["a"]
+    half.engine.adapters[0]["scale"] = 0.7
+    await turn(half, "c", "first")
+    assert keys(half) == ["a"]
+    assert "adapters were changed" in half.durable.status()["reason"]
+
+
+async def test_an_adapter_that_cannot_be_read(proxies):
+    """No saved state is of it."""
+    rig = await proxies(prepare=lambda fake: fake.adapters.append({"path": "none.gguf", "scale": 1.0}))
+    assert "cannot be read" in rig.durable.status()["reason"]
+
+
+async def test_the_same_load_is_not_tried_twice(proxies):
+    """A supervisor that lost sight of it for a moment."""
+    rig = await proxies()
+    moves = list(rig.engine.moves)
+    rig.down()
+    await rig.up()
+    assert rig.engine.moves == moves
+    rig.down()
+    rig.engine.restart()
+    await rig.up()
+    assert len(rig.engine.moves) == 2 * len(moves)
+
+
+async def test_an_engine_of_somebody_elses_is_on_another_host():
+    """As far as anybody can tell."""
+    runtime = Runtime.__new__(Runtime)
+    plane = ControlPlane(max_waiting=1)
+    runtime.plane, runtime.name, runtime.client = plane, "e", None
+    from polykv_proxy.config import DurableSettings  # noqa: PLC0415
+    from polykv_proxy.metrics import Metrics  # noqa: PLC0415
+
+    runtime.metrics = Metrics(plane)
+    durable = Durable(runtime, None, DurableSettings(), folder=None, model=None)
+    facts = EngineFacts("e", 1, 1, 10, 10, 1, "b")
+    known = await durable.meet(facts, Capability.ZERO_COPY, {"a": "b"})
+    assert known
+    assert durable.status()["reason"] == "the engine saves on another host"
+    assert durable.is_settled
+
+
+async def test_requests_are_answered_whatever_the_disk_says(proxies):
+    """The folder is gone."""
+    rig = await proxies()
+    await turn(rig, "a", "first")
+    rig.engine.full = True
+    for name in ("b", "c", "a"):
+        answer = await rig.ask(CHAT, chat(name, "first", "second", session_id=name))
+        assert answer.status == 200
+    await rig.durable.round()
+    await rig.durable.drain()
+    assert rig.durable.status()["last_error"]
+    rig.down()
+    await rig.durable.round()
+    await rig.durable.drain()
+
+
+@pytest.mark.parametrize("folder", ["files", "none"])
+async def test_the_gate_is_open_where_nothing_can_come_back(proxies, folder, tmp_path):
+    """And closed at a start with files, until they were looked at."""
+    rig = await proxies()
+    if folder == "files":
+        await turn(rig, "a", "first")
+        await rig.durable.drain()
+    fresh = Durable(
+        rig.runtime,
+        rig.pooling,
+        rig.settings.durable,
+        folder=rig.engine.folder if folder == "files" else tmp_path / "none",
+        model=None,
+    )
+    assert fresh.is_settled is (folder == "none")
+    assert await fresh.settled(0.0) is (True if folder == "none" else None)

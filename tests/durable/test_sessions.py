@@ -1,0 +1,277 @@
+"""Claims about ``durable.sessions``: saved when a slot is lost, restored when it pays, and proven."""
+
+import asyncio
+
+import pytest
+from api.rig import CHAT, chat, until
+
+from polykv_proxy.core.catalogue import Reason
+from polykv_proxy.core.types import Scope, SlotId
+
+
+async def turn(rig, name, *contents, **more):
+    """A turn of a conversation; returns what of its prompt was reused."""
+    answer = await rig.ask(CHAT, chat(name, *contents, session_id=name, **more))
+    assert answer.status == 200, answer.body
+    return answer.json["timings"]["cache_n"]
+
+
+def keys(rig):
+    """What is saved."""
+    return sorted(entry.state.key for entry in rig.durable.shelf.catalogue)
+
+
+def prompt_of(rig, name, *contents):
+    """Tokens of such a prompt."""
+    return len(rig.engine.tokens_of(rig.engine.renders(chat(name, *contents))))
+
+
+async def test_who_loses_his_slot_is_saved_and_comes_back(proxies):
+    """Before the other's request is sent; his next turn computes what is new."""
+    rig = await proxies()
+    await turn(rig, "a", "first")
+    assert keys(rig) == []
+    await turn(rig, "b", "first")
+    assert keys(rig) == ["a"]
+    past = prompt_of(rig, "a", "first")
+    answer = (await rig.ask(CHAT, chat("a", "first", "second", session_id="a"))).json
+    assert answer["timings"]["cache_n"] == answer["opencoti"]["restored_tokens"] == past
+    assert rig.durable.shelf.metrics.restores["effective"] == 1
+    assert rig.durable.shelf.metrics.restored_tokens == past
+
+
+async def test_who_goes_on_in_his_slot_is_left_alone(proxies):
+    """Nothing is written on a turn, nothing is read."""
+    rig = await proxies(idle_save_s=1000.0)
+    for content in ("one", "two", "three"):
+        await turn(rig, "a", content)
+        await rig.durable.round()
+    assert rig.engine.moved("save")[1:] == []
+    assert rig.engine.moved("restore")[2:] == []
+
+
+async def test_the_idle_are_saved_once(proxies):
+    """After the time that is set, and again only when they went on."""
+    rig = await proxies(idle_save_s=1000.0)
+    await turn(rig, "a", "first")
+    await rig.durable.sessions.keep_idle(1000.0)
+    assert keys(rig) == []
+    await rig.durable.sessions.keep_idle(0.0)
+    (entry,) = rig.durable.shelf.catalogue
+    await rig.durable.sessions.keep_idle(0.0)
+    assert list(rig.durable.shelf.catalogue) == [entry]
+    await turn(rig, "a", "first", "second")
+    await rig.durable.sessions.keep_idle(0.0)
+    (longer,) = rig.durable.shelf.catalogue
+    assert len(longer.tokens) > len(entry.tokens)
+    assert rig.idle == 1
+
+
+async def test_a_drain_saves_everybody(proxies):
+    """For the next proxy, which has other ids for those without a name."""
+    rig = await proxies(slots=2, idle_save_s=1000.0)
+    await turn(rig, "a", "first")
+    await rig.ask(CHAT, chat("nobody"))
+    await rig.durable.drain()
+    assert len(keys(rig)) == 2
+    again = await proxies(slots=2, idle_save_s=1000.0)
+    assert await turn(again, "a", "first", "second") == prompt_of(again, "a", "first")
+    answer = (await again.ask(CHAT, chat("nobody", "more"))).json
+    assert answer["timings"]["cache_n"] == prompt_of(again, "nobody")
+    before = keys(again)
+    await again.durable.drain()
+    assert keys(again) == before  # rule 4: they went on from what was there
+
+
+@pytest.mark.parametrize("fault", ["error", "die_mid_stream"])
+async def test_what_failed_changes_nothing(proxies, fault):
+    """The state of the last whole answer stays, also when the slot is lost."""
+    rig = await proxies()
+    await turn(rig, "a", "first")
+    await rig.durable.round()
+    (entry,) = rig.durable.shelf.catalogue
+    rig.engine.script.fault = fault
+    await rig.ask(CHAT, chat("a", "first", "second", session_id="a", stream=True))
+    rig.engine.script.fault = None
+    await rig.quiet()
+    await rig.durable.round()
+    await turn(rig, "b", "first")
+    assert entry in list(rig.durable.shelf.catalogue)
+
+
+async def test_who_left_is_not_saved(proxies):
+    """Before the answer was whole."""
+    rig = await proxies()
+    rig.engine.gate.clear()
+    asking = rig.start(CHAT, chat("a", session_id="a"))
+    await until(lambda: rig.engine.running == 1)
+    asking.cancel()
+    await rig.quiet()
+    rig.engine.gate.set()
+    await rig.durable.round()
+    assert keys(rig) == []
+
+
+@pytest.mark.parametrize(
+    "more", [{"opencoti": {"cache": False}}, {"n": 2}, {"lora": [{"id": 0, "scale": 1.0}]}]
+)
+async def test_what_is_not_the_conversation_is_not_saved(proxies, more):
+    """A request that wants no cache, several answers, adapters of its own."""
+    rig = await proxies(slots=2)
+    await turn(rig, "a", "first", **more)
+    await rig.durable.round()
+    assert keys(rig) == []
+
+
+async def test_a_request_with_adapters_of_its_own_gets_nothing(proxies):
+    """The engine would not reuse it, and the state would be taken for one that does not help."""
+    rig = await proxies()
+    await turn(rig, "a", "first")
+    await turn(rig, "b", "first")
+    before = rig.engine.moved("restore")
+    await turn(rig, "a", "first", "second", lora=[{"id": 0, "scale": 1.0}])
+    assert rig.engine.moved("restore") == before
+    assert "a" in keys(rig)
+
+
+async def test_little_of_ones_own_is_not_worth_a_file(proxies):
+    """It is computed as soon as read."""
+    rig = await proxies(min_tokens=2000)
+    await turn(rig, "a", "first")
+    await turn(rig, "b", "first")
+    assert keys(rig) == []
+
+
+async def test_a_restore_that_does_not_help_is_seen_and_goes(proxies):
+    """The engine said that it restored; the answer says otherwise."""
+    rig = await proxies()
+    await turn(rig, "a", "first")
+    await turn(rig, "b", "first")
+    rig.engine.window = 5
+    assert await turn(rig, "a", "first", "second") == 5
+    metrics = rig.durable.shelf.metrics
+    assert (metrics.restores["ineffective"], metrics.restores["effective"]) == (1, 0)
+    assert "a" not in keys(rig)
+    assert Reason.INEFFECTIVE in [each.reason for each in rig.durable.shelf.catalogue.tombstones(None)]
+
+
+async def test_a_restore_that_fails_is_a_plain_request(proxies):
+    """The slot is empty then, and nobody is told that it holds something."""
+    rig = await proxies()
+    await turn(rig, "a", "first")
+    await turn(rig, "b", "first")
+    rig.engine.broken["/slots/0"] = (400, b'{"error": {"code": 400, "message": "Unable to restore slot"}}')
+    await turn(rig, "a", "first", "second")
+    del rig.engine.broken["/slots/0"]
+    assert rig.durable.shelf.metrics.restores["failed"] == 1
+    assert rig.durable.shelf.status()["last_error"]
+
+
+async def test_a_pool_that_holds_as_much_is_used_instead(proxies):
+    """Nothing is read from disk for a few tokens."""
+    rig = await proxies()
+    await turn(rig, "a", "first")
+    await turn(rig, "b", "first")
+    await rig.pool({"messages": chat("a", "first")["messages"]})
+    before = rig.engine.moved("restore")
+    await turn(rig, "a", "first", "x")
+    assert rig.engine.moved("restore") == before
+
+
+async def test_another_keys_conversation_is_never_found(proxies):
+    """Scopes are apart on disk, too."""
+    rig = await proxies()
+    await rig.ask(CHAT, chat("a", "first"), Authorization="Bearer one")
+    await turn(rig, "b", "first")
+    before = rig.engine.moved("restore")
+    await rig.ask(CHAT, chat("a", "first", "second"), Authorization="Bearer two")
+    assert rig.engine.moved("restore") == before
+
+
+async def test_a_client_that_leaves_does_not_stop_a_save(proxies):
+    """The slot is kept until it is done: a late save would be of another conversation."""
+    rig = await proxies()
+    await turn(rig, "a", "first")
+    held = rig.engine.slow["/slots/0"] = asyncio.Event()
+    asking = rig.start(CHAT, chat("b", "first", session_id="b"))
+    await until(rig.durable.shelf.saving.locked)
+    asking.cancel()
+    await asyncio.sleep(0.05)
+    assert rig.idle == 0
+    held.set()
+    await rig.quiet()
+    assert keys(rig) == ["a"]
+    (entry,) = rig.durable.shelf.catalogue
+    assert await rig.durable.shelf.check(entry)
+
+
+async def test_who_is_emptied_for_his_cells_is_saved_first(proxies):
+    """Whoever takes the slot's cells, by a pool or by the ledger."""
+    rig = await proxies(slots=2)
+    await turn(rig, "a", "first")
+    assert await rig.runtime.empty_oldest()
+    assert keys(rig) == ["a"]
+    await turn(rig, "b", "first")
+    slot = rig.runtime.plane.sessions.get("b").slot
+    assert await rig.runtime._empty(SlotId(slot))
+    assert keys(rig) == ["a", "b"]
+
+
+async def test_a_pool_that_is_computed_saves_what_it_displaces(proxies):
+    """Its slot is somebody's."""
+    rig = await proxies()
+    await turn(rig, "a", "first")
+    await rig.pool({"prompt": "x" * 200})
+    assert keys(rig) == ["a"]
+
+
+async def test_a_session_that_is_closed_stays_only_if_it_is_to(proxies):
+    """``keep`` saves; without it the disk forgets it, too."""
+    rig = await proxies(idle_save_s=1000.0)
+    await turn(rig, "a", "first")
+    closed = (await rig.ask("/polykv/sessions/a/close?keep=1", {})).json
+    assert closed["kept"] is True
+    assert keys(rig) == ["a"]
+    assert await turn(rig, "a", "first", "second") == prompt_of(rig, "a", "first")
+    closed = (await rig.ask("/polykv/sessions/a/close", {})).json
+    assert closed["kept"] is False
+    assert keys(rig) == []
+
+
+async def test_two_that_go_on_from_one_state_do_not_overwrite_each_other(proxies):
+    """The first takes its key; the other has one of its own."""
+    rig = await proxies(slots=2, idle_save_s=1000.0)
+    await turn(rig, "a", "first")
+    await rig.durable.drain()
+    again = await proxies(slots=2, idle_save_s=1000.0)
+    for name in ("x", "y"):
+        body = chat("a", "first", f"then {name}", session_id=name)
+        assert (await again.ask(CHAT, body)).json["timings"]["cache_n"] >= prompt_of(again, "a", "first")
+    await again.durable.drain()
+    assert len(keys(again)) == 2
+    assert "a" in keys(again)
+
+
+async def test_who_runs_keeps_his_state_from_being_deleted(proxies):
+    """409, and afterwards it goes."""
+    rig = await proxies()
+    await turn(rig, "a", "first")
+    await rig.durable.round()
+    rig.engine.gate.clear()
+    asking = rig.start(CHAT, chat("a", "first", "second", session_id="a"))
+    await until(lambda: rig.engine.running == 1)
+    refused = await rig.ask("/polykv/cache/a", method="DELETE")
+    assert (refused.status, refused.error["code"]) == (409, "cache_in_use")
+    rig.engine.gate.set()
+    await asking
+    assert (await rig.ask("/polykv/cache/a", method="DELETE")).json["deleted"] == 1
+
+
+async def test_no_wish_for_tokens_where_nothing_is_saved(proxies):
+    """Requests are not tokenized for nothing."""
+    rig = await proxies()
+    assert not rig.durable.may_help(Scope(""), b"{}")
+    await turn(rig, "a", "first")
+    await rig.durable.round()
+    assert rig.durable.may_help(Scope(""), b"{}")
+    assert not rig.durable.may_help(Scope("other"), b"{}")

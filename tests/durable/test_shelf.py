@@ -1,0 +1,184 @@
+"""Claims about ``durable.shelf``: catalogue and files stay in step, and nobody suffers from the disk."""
+
+import asyncio
+
+import pytest
+
+from durable.files import engine_saves
+from polykv_proxy.core.catalogue import Kind, PoolRecord, Reason, Retention
+from polykv_proxy.core.plane import ControlPlane
+from polykv_proxy.core.types import PoolId, Scope
+from polykv_proxy.durable.shelf import SWEEP_S, Label, Shelf
+from polykv_proxy.engine.wire import SlotFile
+from polykv_proxy.errors import ConflictError, UnavailableError
+from polykv_proxy.metrics import Metrics
+
+
+class Bench:
+    """A shelf, the engine that writes for it, and a clock."""
+
+    def __init__(self, folder, **limits):
+        self.folder, self.now = folder, 1000.0
+        limits = {"min_free_bytes": 0} | limits
+        self.shelf = Shelf(
+            folder, Retention(**limits), Metrics(ControlPlane(max_waiting=1)), lambda: self.now
+        )
+        self.shelf.model_id, self.shelf.reason = "m", None
+
+    async def save(self, tokens, key="me", fault=None, **more):
+        """Save such a state; the engine may fail."""
+        label = {"kind": Kind.SESSION, "key": key, "scope": Scope(""), "config": {}} | more
+
+        async def write(name):
+            if fault is not None:
+                raise fault
+            return SlotFile(len(tokens), engine_saves(self.folder, name, tokens))
+
+        return await self.shelf.save(Label(**label), len(tokens), write)
+
+    @property
+    def files(self):
+        """What is in the folder."""
+        return sorted(path.name for path in self.folder.iterdir())
+
+
+async def test_what_is_saved_is_there_for_the_next_one(tmp_path):
+    """With its use, and shown in the metrics."""
+    bench = Bench(tmp_path)
+    entry = await bench.save(range(100))
+    bench.now = 2000.0
+    bench.shelf.used(entry)
+    again = Bench(tmp_path)
+    assert await again.shelf.open() is None
+    assert await again.shelf.open() is None
+    (found,) = again.shelf.catalogue
+    assert found.state == entry.state
+    assert found.used_ts == 2000.0
+    assert again.shelf.metrics.saved_bytes == entry.state.file_bytes
+    assert bench.shelf.metrics.saves == {"saved": 1, "failed": 0}
+
+
+async def test_the_next_state_takes_the_place_of_the_last(tmp_path):
+    """One file and one sidecar."""
+    bench = Bench(tmp_path)
+    await bench.save(range(100))
+    entry = await bench.save(range(200))
+    assert list(bench.shelf.catalogue) == [entry]
+    assert len(bench.files) == 2
+
+
+@pytest.mark.parametrize("fault", [UnavailableError("Unable to save slot"), None])
+async def test_a_save_that_fails_is_told_once_and_leaves_nothing(tmp_path, fault, caplog):
+    """The engine's words are in the status; then it works again."""
+    bench = Bench(tmp_path)
+    old = await bench.save(range(50))
+    if fault is None:
+        bench.shelf.limits = Retention(max_bytes=0)
+        bench.shelf.bytes_per_token = 10
+    for _ in range(3):
+        assert await bench.save(range(100), fault=fault) is None
+    assert bench.shelf.metrics.saves["failed"] == 3
+    assert bench.shelf.status()["last_error"]
+    assert list(bench.shelf.catalogue) == [old]
+    assert len(bench.files) == 2
+    bench.shelf.limits = Retention(min_free_bytes=0)
+    assert await bench.save(range(100)) is not None
+    assert bench.shelf.status()["last_error"] is None
+
+
+async def test_a_disk_without_room_is_not_written_to(tmp_path):
+    """And the next round sweeps."""
+    bench = Bench(tmp_path, min_free_bytes=0)
+    await bench.save(range(50))
+    assert await bench.shelf.sweep(10.0) == 0
+    bench.shelf.limits = Retention(min_free_bytes=1 << 60)
+    assert await bench.save(range(100), "you") is None
+    assert "stay free" in bench.shelf.last_error
+    assert await bench.shelf.sweep(11.0) == 1
+    assert bench.files == []
+    assert [each.reason for each in bench.shelf.catalogue.tombstones(None)] == [Reason.SWEPT]
+
+
+async def test_a_sweep_waits_for_its_time(tmp_path):
+    """Unless it is due."""
+    bench = Bench(tmp_path, max_bytes=1000)
+    assert await bench.shelf.sweep(5.0) == 0
+    for key in ("a", "b", "c"):
+        await bench.save(range(100), key)
+    assert await bench.shelf.sweep(5.0 + SWEEP_S / 2) == 0
+    assert await bench.shelf.sweep(5.0 + SWEEP_S) == 2
+    await bench.save(range(100), "d")
+    assert await bench.shelf.sweep(6.0 + SWEEP_S, due=True) == 1
+
+
+async def test_a_file_that_changed_is_gone(tmp_path):
+    """And a tombstone says why."""
+    bench = Bench(tmp_path)
+    entry = await bench.save(range(100))
+    assert await bench.shelf.check(entry)
+    (tmp_path / entry.state.file).write_bytes(b"x")
+    assert not await bench.shelf.check(entry)
+    assert bench.files == []
+    assert bench.shelf.metrics.restores["refused"] == 1
+    assert [each.reason for each in bench.shelf.catalogue.tombstones(None)] == [Reason.IDENTITY_CHANGED]
+
+
+async def test_what_is_in_use_is_not_deleted(tmp_path):
+    """None of the keys below it either."""
+    bench = Bench(tmp_path)
+    one, two = await bench.save(range(100), "run/a"), await bench.save(range(90), "run/b")
+    assert await bench.shelf.delete("none", None, lambda _: False) is None
+    two.holds = 1
+    with pytest.raises(ConflictError, match="in use"):
+        await bench.shelf.delete("run", None, lambda _: False)
+    two.holds = 0
+    with pytest.raises(ConflictError, match="in use"):
+        await bench.shelf.delete("run", None, lambda entry: entry is one)
+    assert await bench.shelf.delete("run", None, lambda _: False) == 2
+    assert bench.files == []
+
+
+async def test_saves_come_one_after_another(tmp_path):
+    """Two of the same identity leave one, whole."""
+    bench = Bench(tmp_path)
+    await asyncio.gather(*(bench.save(range(100 + number)) for number in range(5)))
+    (entry,) = bench.shelf.catalogue
+    assert await bench.shelf.check(entry)
+    assert len(bench.files) == 2
+
+
+async def test_what_is_said_of_a_pool_changes(tmp_path):
+    """On disk, too; where the disk refuses, the old holds."""
+    bench = Bench(tmp_path)
+    record = PoolRecord(pool_id=PoolId("p"), origin="explicit")
+    entry = await bench.save(range(70), "p", kind=Kind.POOL, pool=record)
+    pinned = PoolRecord(pool_id=PoolId("p"), origin="explicit", pinned=True)
+    await bench.shelf.restate(entry, pinned)
+    again = Bench(tmp_path)
+    await again.shelf.open()
+    assert next(iter(again.shelf.catalogue)).state.pool == pinned
+    for path in tmp_path.iterdir():
+        path.unlink()
+    tmp_path.rmdir()
+    await bench.shelf.restate(entry, record)
+    assert entry.state.pool == pinned
+    assert bench.shelf.last_error
+    await bench.shelf.remove(entry, Reason.DELETED)
+    await bench.shelf.restate(entry, record)
+    tmp_path.mkdir()
+
+
+async def test_a_folder_on_another_host_is_never_touched():
+    """It says so."""
+    shelf = Shelf(None, Retention(), Metrics(ControlPlane(max_waiting=1)), lambda: 0.0)
+    assert await shelf.open() == "the engine saves on another host"
+    assert not shelf.on
+    assert shelf.status()["state"] == "off"
+
+
+async def test_a_folder_that_cannot_be_read_says_why(tmp_path):
+    """A file stands in its place."""
+    path = tmp_path / "slots"
+    path.write_bytes(b"")
+    shelf = Shelf(path, Retention(), Metrics(ControlPlane(max_waiting=1)), lambda: 0.0)
+    assert "exists" in await shelf.open()
