@@ -7,15 +7,17 @@ the work are imported when their command runs, so that ``--help`` answers at onc
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import sys
+import time
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from polykv_proxy import __version__
-from polykv_proxy.errors import ConfigError, PolyKVError
+from polykv_proxy.errors import ConfigError, NotFoundError, PolyKVError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -86,6 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_engine(commands)
     _add_config(commands)
     _add_policy(commands)
+    _add_cache(commands)
     return parser
 
 
@@ -166,6 +169,35 @@ def _add_policy(commands: Any) -> None:
     check = steps.add_parser("check", help="say what a policy file puts in force, or what is wrong with it")
     check.add_argument("file", type=Path, metavar="FILE")
     check.set_defaults(command=_policy_check)
+
+
+def _add_cache(commands: Any) -> None:
+    cache = commands.add_parser(
+        "cache",
+        help="look at saved KV",
+        description="Look at the KV that proxies with this state folder saved. No engine is needed; what "
+        "changes something waits until no proxy works with it.",
+    )
+    steps = cache.add_subparsers(required=True, metavar="STEP")
+    listing = steps.add_parser("list", help="what is saved, what was used last first")
+    listing.add_argument("--json", action="store_true", help="a line of JSON for each")
+    inspect = steps.add_parser("inspect", help="what a slot file holds, read from the file itself")
+    inspect.add_argument("file", type=Path, metavar="FILE")
+    inspect.add_argument("--tokens", action="store_true", help="all token ids, not the first few")
+    verify = steps.add_parser("verify", help="look at every byte; exit status 1 if something is wrong")
+    prune = steps.add_parser("prune", help="remove what the configuration does not let stay")
+    prune.add_argument("--all", action="store_true", help="remove everything that was saved")
+    delete = steps.add_parser("delete", help="delete a key, with all keys nested below it")
+    delete.add_argument("key", metavar="KEY")
+    for step, command in (
+        (listing, _cache_list),
+        (inspect, _cache_inspect),
+        (verify, _cache_verify),
+        (prune, _cache_prune),
+        (delete, _cache_delete),
+    ):
+        _add_config_option(step)
+        step.set_defaults(command=command)
 
 
 def _add_config_option(parser: argparse.ArgumentParser) -> None:
@@ -314,3 +346,61 @@ def _policy_check(args: argparse.Namespace) -> int:
 
     print(policy.shown(policy.load(args.file)), end="")
     return 0
+
+
+def _cache_list(args: argparse.Namespace) -> int:
+    from polykv_proxy.durable import offline  # noqa: PLC0415
+
+    folders = offline.folders(_settings(args).state_path)
+    rows = [row for folder in folders for row in folder.listing()]
+    if args.json:
+        for row in rows:
+            print(json.dumps(row))
+    else:
+        print(offline.table(rows, _now()))
+    for problem in (problem for folder in folders for problem in folder.problems):
+        print(f"polykv-proxy: not to be used: {problem}", file=sys.stderr)
+    return 0
+
+
+def _cache_inspect(args: argparse.Namespace) -> int:
+    from polykv_proxy.durable import offline  # noqa: PLC0415
+
+    print(json.dumps(offline.inspect(args.file, all_tokens=args.tokens), indent=1))
+    return 0
+
+
+def _cache_verify(args: argparse.Namespace) -> int:
+    from polykv_proxy.durable import offline  # noqa: PLC0415
+
+    folders = offline.folders(_settings(args).state_path)
+    wrong = [line for folder in folders for line in folder.wrong()]
+    for line in wrong:
+        print(line)
+    print(f"{sum(len(folder.catalogue) for folder in folders)} states, {len(wrong)} wrong")
+    return EXIT_FAILED if wrong else 0
+
+
+def _cache_prune(args: argparse.Namespace) -> int:
+    from polykv_proxy.durable import offline  # noqa: PLC0415
+
+    settings = _settings(args)
+    limits = settings.durable.retention
+    for folder in offline.folders(settings.state_path):
+        count, size = folder.prune(limits, _now(), everything=args.all)
+        print(f"{folder.path}: {count} states removed, {size / 1e6:.1f} MB")
+    return 0
+
+
+def _cache_delete(args: argparse.Namespace) -> int:
+    from polykv_proxy.durable import offline  # noqa: PLC0415
+
+    count = sum(folder.delete(args.key) for folder in offline.folders(_settings(args).state_path))
+    if not count:
+        raise NotFoundError(f"nothing is saved under {args.key}", code="cache_not_found")
+    print(f"{count} deleted")
+    return 0
+
+
+def _now() -> float:
+    return time.time()  # noqa: TID251 - there is no runtime here that would tell
