@@ -246,6 +246,8 @@ async def test_a_client_that_wants_no_cache(clean: Served) -> None:
 async def test_a_slot_that_was_emptied(clean: Served) -> None:
     """POOL-17: through the proxy, and behind its back."""
     await ask(clean, body("lost"))
+    for entry in (await clean.http.get("/polykv/cache")).json["entries"]:  # of others that say the same
+        assert (await clean.http("DELETE", f"/polykv/cache/{entry['key']}")).status == 200
     await clean.empty_slots()
     _, record = await ask(clean, body("lost"))
     assert (record["continued"], record["divergence"]["cause"]) == (False, "slot_lost")
@@ -295,11 +297,15 @@ async def test_an_answer_in_other_tokens(clean: Served) -> None:
 async def test_evicted_and_restarted(
     patched: Path, smollm: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """POOL-17: the pool and the slot are given away, then the engine dies. The same request tells both."""
+    """POOL-17: the pool and the slot are given away, then the engine dies. The same request tells both.
+
+    With KV on disk it would have nothing to tell.
+    """
     assert patched.exists()
     assert smollm.exists()
     sizes = ("--parallel", "1", "--ctx-size", "4096", "--max-pools", "2")
-    async with serve(tmp_path_factory.mktemp("one"), *sizes) as served:
+    env = {"POLYKV_DURABLE__ENABLED": "false"}
+    async with serve(tmp_path_factory.mktemp("one"), *sizes, env=env) as served:
         pool = (await served.http.post("/polykv/pools", {"messages": HISTORY[:1]})).json
         mine = body(None)
         _, record = await ask(served, mine)
