@@ -3,6 +3,6 @@
 import subprocess
 import sys
 
-for name in ("fanout", "relay", "matching", "status", "rates", "leaving", "admission", "ramp"):
+for name in ("fanout", "relay", "matching", "status", "rates", "leaving", "admission", "ramp", "durable"):
     print(f"== {name}", flush=True)
     subprocess.run([sys.executable, "-m", f"tests.benchmarks.{name}"], check=True)
