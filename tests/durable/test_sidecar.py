@@ -3,8 +3,8 @@
 import json
 
 import pytest
-from durable.files import state
 
+from durable.files import state
 from polykv_proxy.core.catalogue import Kind, PoolRecord
 from polykv_proxy.core.types import PoolId, as_tokens
 from polykv_proxy.durable import sidecar
