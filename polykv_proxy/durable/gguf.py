@@ -1,11 +1,12 @@
-"""What tells one GGUF file from another without reading its weights: size, header, table of tensors.
+"""What tells one GGUF file from another without reading all of it: size, header, table, some of its weights.
 
 ::
 
     "GGUF", u32 version, u64 tensors, u64 pairs, the pairs (key, type, value), the tensors (name, dimensions,
     type, offset), padding, weights
 
-Two files with the same header and table differ only if somebody edited weights in place.
+Models that were trained on from the same one may have the same header and table. Their weights differ
+everywhere, so that a few pieces tell.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ _SCALARS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _STRING, _ARRAY, _U32 = 8, 9, 4
 _SHARD = re.compile(r"^(.*)-(\d{5})-of-(\d{5})\.gguf$")
 _MAX_DIMENSIONS = 16
+_PIECES, _PIECE_BYTES = 32, 16 * 1024
 
 
 class NotGgufError(ValueError):
@@ -42,6 +44,8 @@ class GgufIdentity:
     """SHA-256 of everything before the table of tensors."""
     tensors: str
     """SHA-256 of that table."""
+    weights: str
+    """SHA-256 of pieces of what follows, evenly spread."""
 
     def plain(self) -> dict[str, Any]:
         """For a digest."""
@@ -84,9 +88,22 @@ def read(path: Path) -> Gguf:
                 raise NotGgufError("a tensor has more dimensions than there are")
             reader.take(8 * dimensions + 4 + 8)
         identity = GgufIdentity(
-            len(data), sha256(data[:table]).hexdigest(), sha256(data[table : reader.at]).hexdigest()
+            size=len(data),
+            header=sha256(data[:table]).hexdigest(),
+            tensors=sha256(data[table : reader.at]).hexdigest(),
+            weights=_pieces(data, reader.at),
         )
     return Gguf(identity, window)
+
+
+def _pieces(data: mmap.mmap, start: int) -> str:
+    """Digest of ``_PIECES`` runs of ``_PIECE_BYTES``, the first and the last bytes among them."""
+    digest = sha256()
+    last = max(start, len(data) - _PIECE_BYTES)
+    for number in range(_PIECES):
+        at = start + (last - start) * number // (_PIECES - 1)
+        digest.update(data[at : at + _PIECE_BYTES])
+    return digest.hexdigest()
 
 
 def shards(path: Path) -> list[Path]:

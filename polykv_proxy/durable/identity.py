@@ -40,10 +40,8 @@ _VALUES: dict[str, tuple[str, ...]] = {
     "grp_attn_n": ("-gan", "--grp-attn-n"),
     "grp_attn_w": ("-gaw", "--grp-attn-w"),
     "override_kv": ("--override-kv",),
-    "control_vector": ("--control-vector",),
-    "control_vector_scaled": ("--control-vector-scaled",),
-    "control_vector_layers": ("--control-vector-layer-range",),
 }
+_CONTROL_VECTORS = ("--control-vector", "--control-vector-scaled")
 _PROJECTOR = ("-mm", "--mmproj")
 
 
@@ -101,6 +99,11 @@ def projector_of(words: Sequence[str]) -> str | None:
         if word in _PROJECTOR:
             path = words[at + 1]
     return path
+
+
+def has_control_vector(words: Sequence[str]) -> bool:
+    """Whether the arguments name one; its content is not part of the model's id."""
+    return any(word.partition("=")[0].replace("_", "-") in _CONTROL_VECTORS for word in words)
 
 
 def _number(text: str) -> Any:

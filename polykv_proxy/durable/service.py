@@ -88,8 +88,10 @@ class Durable:
         self.sessions.meet(reported.get("chat_template", ""))
         parts, window = await self._parts(reported)
         known = model_digest(reported) if parts is None else identity.model_id(parts)
-        if facts.epoch and facts.epoch == self._epoch and known == shelf.model_id:
-            return known
+        if facts.epoch and facts.epoch == self._epoch:
+            if known != shelf.model_id:
+                self._adapters_changed()
+            return shelf.model_id
         self._epoch, shelf.model_id, shelf.bytes_per_token = facts.epoch, known, facts.bytes_per_cell
         if not self._settings.enabled:
             shelf.reason = "durable.enabled is false"
@@ -99,6 +101,8 @@ class Durable:
             shelf.reason = wrong
         elif parts is None:
             shelf.reason = "the model's file cannot be read here, so nobody can tell which model it is"
+        elif identity.has_control_vector(self._arguments):
+            shelf.reason = "a control vector changes KV, and no saved state says which it was"
         elif (await client.counters()).busy:
             shelf.reason = "others were at work in the engine when it was to be tried"
         else:
@@ -227,9 +231,12 @@ class Durable:
         except PolyKVError:
             return False
         if now != self._adapters:
-            self.shelf.reason = "the LoRA adapters were changed while the engine ran"
-            log.warning("durable_kv", engine=self._runtime.name, on=False, reason=self.shelf.reason)
+            self._adapters_changed()
         return self.shelf.on
+
+    def _adapters_changed(self) -> None:
+        self.shelf.reason = "the LoRA adapters were changed while the engine ran"
+        log.warning("durable_kv", engine=self._runtime.name, on=False, reason=self.shelf.reason)
 
     # -- now and then ------------------------------------------------------------------------------------
 

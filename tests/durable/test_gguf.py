@@ -23,7 +23,7 @@ def test_a_file_is_what_it_is(tmp_path):
 
 
 def test_every_byte_before_the_weights_counts(tmp_path):
-    """Flipped, it is another file, or none at all; the weights are not read."""
+    """Flipped, it is another file, or none at all."""
     raw = gguf_bytes()
     head = len(raw) - 256 - 64
     right = identity(tmp_path, raw)
@@ -32,7 +32,19 @@ def test_every_byte_before_the_weights_counts(tmp_path):
         changed[at] ^= 1
         with contextlib.suppress(gguf.NotGgufError):
             assert identity(tmp_path, bytes(changed)) != right, at
-    assert identity(tmp_path, raw[:-1] + b"\x01") == right
+
+
+@pytest.mark.parametrize("at", [0.0, 0.1, 0.31, 0.5, 0.77, 1.0])
+def test_other_weights_are_another_model(tmp_path, at):
+    """Trained on from the same one, with nothing else changed; not every byte has to be read for that."""
+    raw, size = gguf_bytes(), 2_000_000
+    head, weights = raw[:-320], bytearray(size)
+    right = identity(tmp_path, head + weights)
+    for byte in range(int((size - 70_000) * at), int((size - 70_000) * at) + 70_000):
+        weights[byte] = 1
+    other = identity(tmp_path, head + weights)
+    assert (other.size, other.header, other.tensors) == (right.size, right.header, right.tensors)
+    assert other.weights != right.weights
 
 
 @pytest.mark.parametrize("cut", [0, 3, 10, 23, 60, 150, 300])

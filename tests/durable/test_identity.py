@@ -16,6 +16,7 @@ from polykv_proxy.durable.identity import (
     config_hash,
     config_of,
     digest,
+    has_control_vector,
     model_id,
     options_of,
     parts_of_model,
@@ -122,8 +123,6 @@ def test_the_id_is_the_same_in_another_process():
                 ["--yarn-beta-slow", "2"],
                 ["--yarn-beta-fast", "2"],
                 ["--override-kv", "llama.rope.freq_base=float:1"],
-                ["--control-vector", "v.gguf"],
-                ["--control-vector-layer-range", "1"],
                 ["--grp-attn-n", "2"],
             )
         ),
@@ -165,6 +164,13 @@ def test_options_are_found_however_they_are_written():
     }
     assert projector_of(["-mm", "a", "--mmproj", "b"]) == "b"
     assert projector_of(["-v"]) is None
+
+
+def test_a_control_vector_is_noticed():
+    """However it is written."""
+    assert has_control_vector(["--control-vector", "v.gguf"])
+    assert has_control_vector(["--control_vector_scaled=v.gguf:0.5"])
+    assert not has_control_vector(["--threads", "2"])
 
 
 TOOLS = [{"type": "function", "function": {"name": "a", "parameters": {"x": 1, "y": 2}}}, {"name": "b"}]

@@ -74,6 +74,18 @@ async def test_an_adapter_that_cannot_be_read(proxies):
     assert "cannot be read" in rig.durable.status()["reason"]
 
 
+async def test_adapters_that_changed_while_nobody_looked(proxies, tmp_path):
+    """The supervisor lost sight of the engine, which is the same: what is in its slots is of the old ones."""
+    (tmp_path / "l.gguf").write_bytes(gguf_bytes([("general.type", "adapter")]))
+    rig = await proxies(prepare=lambda fake: fake.adapters.append({"path": "l.gguf", "scale": 0.5}))
+    before = rig.durable.shelf.model_id
+    rig.down()
+    rig.engine.adapters[0]["scale"] = 1.0
+    await rig.up()
+    assert rig.durable.shelf.model_id == before
+    assert "adapters were changed" in rig.durable.status()["reason"]
+
+
 async def test_the_same_load_is_not_tried_twice(proxies):
     """A supervisor that lost sight of it for a moment."""
     rig = await proxies()
