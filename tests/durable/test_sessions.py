@@ -178,6 +178,30 @@ async def test_a_pool_that_holds_as_much_is_used_instead(proxies):
     assert rig.engine.moved("restore") == before
 
 
+async def test_a_slot_that_holds_as_much_is_used_instead(proxies):
+    """What another conversation left there begins alike; nothing is read for the rest."""
+    rig = await proxies(min_tokens=64)
+    await turn(rig, "a", "first")
+    await turn(rig, "b", "first")
+    before = rig.engine.moved("restore")
+    assert await turn(rig, "a", "first", "second") > 150
+    assert rig.engine.moved("restore") == before
+    assert {"a", "b"} <= set(keys(rig))
+
+
+async def test_a_state_that_does_not_fit_is_left_on_disk(proxies):
+    """For a moment all of it needs cells."""
+    rig = await proxies(slots=2)
+    await turn(rig, "a", "first")
+    await turn(rig, "b", "first")
+    await turn(rig, "c", "first")
+    before = rig.engine.moved("restore")
+    rig.engine.cells = rig.engine.used + 20
+    await turn(rig, "a", "first", "second")
+    assert rig.engine.moved("restore") == before
+    assert "a" in keys(rig)
+
+
 async def test_another_keys_conversation_is_never_found(proxies):
     """Scopes are apart on disk, too."""
     rig = await proxies()

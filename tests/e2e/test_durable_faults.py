@@ -20,7 +20,7 @@ from e2e.test_durable import QUICK, ask, saved, sizes, state, text, tokens_of
 from e2e.tiny_models import llama
 from polykv_proxy.core.catalogue import Catalogue
 from polykv_proxy.core.types import as_tokens
-from polykv_proxy.durable import gguf, identity, sidecar
+from polykv_proxy.durable import gguf, identity, offline, sidecar
 from polykv_proxy.durable.store import Store
 
 if TYPE_CHECKING:
@@ -60,11 +60,15 @@ async def kept(served: Served, session: str, prompt: str) -> dict[str, Any]:
 async def test_two_hundred_mutations_and_no_wrong_restore(patched: Path, tiny: Path, tmp_path: Path) -> None:
     """DUR-1: one byte or one setting at a time, of a state that the real engine saved."""
     async with serve(tmp_path, *sizes(tiny), env=QUICK) as served:
-        await kept(served, "mine", text(1, 120))
-        model_id = (await saved(served))["mine"]["model_id"]
+        entry = await kept(served, "mine", text(1, 120))
+        prompt, model_id = await tokens_of(served, text(1, 120)), entry["model_id"]
     folder, dice = tmp_path / "state" / "slots-0", random.Random(5)
     (right,) = Store(folder).scan()[0]
     assert Store(folder).check(right.state) is None
+    read = offline.inspect(folder / right.state.file, all_tokens=True)  # from the file itself
+    assert (read["n_tokens"], read["key"], read["right"]) == (entry["n_tokens"], "mine", True)
+    assert read["tokens"][: len(prompt)] == prompt
+    assert offline.folders(tmp_path / "state")[0].wrong() == []
     parts = identity.parts_of_model(
         gguf=[gguf.read(tiny).identity.plain()],
         projector=None,
