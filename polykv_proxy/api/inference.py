@@ -350,7 +350,8 @@ class Inference:
             work.entry.began(tail.beginning())
         self._reporting.account(work, usage, result, ttft=tail is not None and work.asked.stream)
         self._reporting.count(work, overflows)
-        if result.completed and work.content is Content.NEW and work.asked.cache and overflows.seen is None:
+        whole = result.completed and result.error is None and usage.generated_tokens is not None
+        if whole and work.content is Content.NEW and work.asked.cache and overflows.seen is None:
             self._runtime.saver.on_delivered(work.lease, work.asked.body)
         await self._runtime.saver.on_answer(work.lease, usage.cached_tokens)
         return result

@@ -40,6 +40,26 @@ async def test_who_loses_his_slot_is_saved_and_comes_back(proxies):
     assert rig.durable.shelf.metrics.restored_tokens == past
 
 
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, {"messages": [{"role": "user", "content": "x" * 200}]}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "x" * 200}], "max_tokens": 9}),
+        ("/v1/responses", {"input": "x" * 200}),
+        ("/v1/completions", {"prompt": "x" * 200}),
+        ("/completion", {"prompt": "x" * 200}),
+    ],
+)
+async def test_whole_answers_of_every_api_are_worth_keeping(proxies, path, body, stream):
+    """Streamed or not."""
+    rig = await proxies()
+    answer = await rig.ask(path, body | {"session_id": "me", "stream": stream})
+    assert answer.status == 200
+    await rig.durable.round()
+    assert keys(rig) == ["me"]
+
+
 async def test_who_goes_on_in_his_slot_is_left_alone(proxies):
     """Nothing is written on a turn, nothing is read."""
     rig = await proxies(idle_save_s=1000.0)
@@ -83,7 +103,7 @@ async def test_a_drain_saves_everybody(proxies):
     assert keys(again) == before  # rule 4: they went on from what was there
 
 
-@pytest.mark.parametrize("fault", ["error", "die_mid_stream"])
+@pytest.mark.parametrize("fault", ["error", "die_mid_stream", "error_mid_stream"])
 async def test_what_failed_changes_nothing(proxies, fault):
     """The state of the last whole answer stays, also when the slot is lost."""
     rig = await proxies()
