@@ -289,7 +289,7 @@ class ControlApi:
 
     async def list_pools(self, request: web.Request) -> web.Response:
         """``GET /polykv/pools``: pools, with ``?orphans=1`` orphaned pins, and where all used cells are."""
-        orphans = _flag(request, "orphans")
+        orphans = flag(request, "orphans")
         self._fleet.require_pools()
         await self._fleet.sample()
         listing = views.pools(self._fleet.planes, self.sees(request), orphans=orphans)
