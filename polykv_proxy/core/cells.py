@@ -42,7 +42,7 @@ GROWING_LOOKS = 3
 """Looks that pass while a request grows on: until the next, while it is stopped, while a slot is emptied."""
 
 LARGEST_SHARE = 0.125
-"""Of the cache, that is kept free at most because the engine is fast."""
+"""Of the cache, that is kept free at most for what may grow."""
 
 FORGET = 0.98
 """What the fastest growth counts for at the next look, if nothing grew as fast."""
@@ -303,8 +303,8 @@ class Cells:
         grown = (each.gen_total - self._totals.get(each.slot, each.gen_total) for each in sample.slots)
         self._fastest = max(max(grown, default=0), FORGET * self._fastest)
         most = int(LARGEST_SHARE * self.ledger.total / (len(sample.slots) + 1))
-        learned = min(int(GROWING_LOOKS * self._fastest), most)
-        self.ledger.grow(max(self._policy.growth_tokens, learned))
+        wanted = max(self._policy.growth_tokens, int(GROWING_LOOKS * self._fastest))
+        self.ledger.grow(max(1, min(wanted, most)))
 
     def _keep_slot(self, seen: SlotSample, idle: bool, age_s: float) -> None:
         """A slot in which none of our requests runs."""
