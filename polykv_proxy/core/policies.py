@@ -86,8 +86,8 @@ class CellPolicy:
     """Share of the cells, 0 to 1, that admissions always leave free."""
     growth_tokens: int = 32
     """Cells that a running request may fill between two samples, and while one is stopped and a slot is
-    emptied after that; more where the engine was seen to be faster, and at most an eighth of the cache for all
-    slots together."""
+    emptied after that; more where the engine was seen to be faster, and at most an eighth of the cache for
+    all slots together."""
     overcommit: bool = True
     """Reserve what requests are expected to produce, not all that they may."""
     assumed_tokens: int = 1024
