@@ -472,8 +472,11 @@ class Runtime:
     async def _await_idle(self, lease: Lease, *, stop: bool) -> None:
         """A client left: stop what the engine does for it, then give the slots away."""
         deadline, content = monotonic() + LAUNCH_GRACE_S, Content.NEW
-        while self.plane.serving:
+        while self.plane.holds(lease):
             try:
+                if not self.plane.serving:  # it may be the same engine that comes back, still at work
+                    await asyncio.sleep(QUIET_POLL_S)
+                    continue
                 others = sum(slot.lease is not None for slot in self.plane.board) - len(lease.slots)
                 overdue_s = monotonic() - deadline
                 left = await self.backend.remains(lease, overdue_s, others=others, stop=stop)

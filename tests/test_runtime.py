@@ -291,13 +291,32 @@ async def test_polling_outlives_bad_answers(rig, monkeypatch):
     await until(lambda: rig.idle == 1)
 
 
-async def test_an_engine_that_went_down_has_nothing_running(rig):
+async def test_an_engine_that_comes_back_as_another_has_nothing_running(rig, monkeypatch):
     """Nobody waits for it to be idle."""
+    monkeypatch.setattr(runtime_module, "QUIET_POLL_S", 0.01)
     one, _ = take_all(rig)
     slot = rig.engine.sequences[one.slots[0]]
     slot.running, slot.tag = True, one.lease_id
     rig.runtime.finish(one, clean=False, content=Content.NEW, stop=False)
     rig.down()
+    rig.engine.restart()
+    await rig.up()
+    await until(lambda: rig.idle == 2)
+
+
+async def test_an_engine_that_was_unheard_for_a_moment_goes_on_with_its_work(rig, monkeypatch):
+    """The slot that a client left is given away only when the engine is done with it."""
+    monkeypatch.setattr(runtime_module, "QUIET_POLL_S", 0.01)
+    one, _ = take_all(rig)
+    slot = rig.engine.sequences[one.slots[0]]
+    slot.running, slot.tag = True, one.lease_id
+    rig.runtime.finish(one, clean=False, content=Content.NEW, stop=False)
+    rig.down()
+    await rig.up()
+    looks = len(rig.engine.of("/polykv/engine/counters"))
+    await until(lambda: len(rig.engine.of("/polykv/engine/counters")) > looks + 3)
+    assert rig.idle == 0
+    slot.running = False
     await until(lambda: rig.idle == 1)
 
 

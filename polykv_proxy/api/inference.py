@@ -52,6 +52,9 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
+MAX_ATTEMPTS = 3
+"""Times a request is stopped for its cells until that is its answer: alone it would be, again and again."""
+
 ERROR_BODY_BYTES = 64 * 1024 * 1024
 
 
@@ -162,9 +165,9 @@ class Inference:
                 return False
             if work.visit is not None and work.lease.session is not None:
                 work.visit.known_as(work.lease.session.session_id)
-            await self._prepare(work)
             async with clock:
                 runtime.stoppable[work.lease.lease_id] = clock
+                await self._prepare(work)
                 await self._go(work, whole=work.asked.completions == 1 and not ask.exclusive)
         except TimeoutError:
             if not clock.expired():
@@ -245,16 +248,18 @@ class Inference:
         return replace(ask, need=need)
 
     def _stopped(self, work: Work) -> bool:
-        """It was stopped before the cells were used up; returns False where its client had nothing yet.
+        """It was stopped before the cells were used up; returns False where it is worth another attempt.
 
         Raises:
-            NoRoomError: the client has a part of its answer.
+            NoRoomError: the client has a part of its answer, or the same would happen again.
         """
-        if not work.exchange.responded:
+        work.stops += 1
+        if not work.exchange.responded and work.stops < MAX_ATTEMPTS:
             log.info("request_starts_over", reason="the cells were used up")
             return False
         self._runtime.metrics.on_overflow("cells")
-        work.hold.opened = True  # the status is spent, and a stream has its last event
+        if work.exchange.responded:
+            work.hold.opened = True  # the status is spent, and a stream has its last event
         raise _used_up()
 
     def _waited_too_long(self) -> Exception:

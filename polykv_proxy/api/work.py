@@ -51,6 +51,8 @@ class Work:
     """That it took beyond what it shared."""
     clock: asyncio.Timeout | None = None
     """Its time is over when it is stopped for its cells."""
+    stops: int = 0
+    """Times that it was stopped for its cells."""
     boundary: int = 0
     """Leading tokens that others are expected to begin with, as far as the client hinted at any."""
 

@@ -91,6 +91,8 @@ class _Running:
     """Whether it was sent."""
     seen: bool = False
     """Whether the engine was seen to work on it."""
+    filled: int = 0
+    """Cells that it was seen to fill."""
 
 
 class Cells:
@@ -108,6 +110,8 @@ class Cells:
         """Most tokens that a slot generated between two samples, lately."""
         self._pools: set[PoolId] = set()
         """Those that the ledger knows."""
+        self._rests: set[tuple[SlotId, ...]] = set()
+        """Slots that keep what is left of pools, as far as the ledger knows."""
 
     def meet(self, facts: EngineFacts, *, counts: bool) -> None:
         """An engine is there, and nothing of ours runs on it.
@@ -119,6 +123,7 @@ class Cells:
         self._running.clear()
         self._totals.clear()
         self._pools.clear()
+        self._rests.clear()
         self._window = facts.ctx_tokens or facts.cells
         self.ledger = None
         if counts and facts.cells:
@@ -226,6 +231,8 @@ class Cells:
         held = self.ledger.reserved(lease.lease_id)
         if lease.context_tokens is not None:
             held = min(held, lease.context_tokens - one.need.shared)
+        elif one.seen:  # nobody says how far it came: no further than it may have since the last look
+            held = min(held, one.filled + one.cost.answers * self.ledger.growth)
         self.ledger.release(lease.lease_id, leaves=first if kept else None, cells=held, value=float(held))
 
     def on_answer(self, lease: Lease, generated: int) -> None:
@@ -289,7 +296,8 @@ class Cells:
                 held[slot.lease] = min(one.had, one.cost.prompt)
         for lease, one in list(self._running.items()):
             if one.seen:
-                self._progress(lease, one, sample, held.get(lease, 0))
+                one.filled = held.get(lease, 0)
+                self._progress(lease, one, sample, one.filled)
         self._learn_growth(sample)
         self._totals = {each.slot: each.gen_total for each in sample.slots}
         ledger.on_sample(sample.cells_used, held, sample.taken_at)
@@ -304,7 +312,7 @@ class Cells:
         self._fastest = max(max(grown, default=0), FORGET * self._fastest)
         most = int(LARGEST_SHARE * self.ledger.total / (len(sample.slots) + 1))
         wanted = max(self._policy.growth_tokens, int(GROWING_LOOKS * self._fastest))
-        self.ledger.grow(max(1, min(wanted, most)))
+        self.ledger.grow(max(1, min(wanted, most)), brake=wanted)
 
     def _keep_slot(self, seen: SlotSample, idle: bool, age_s: float) -> None:
         """A slot in which none of our requests runs."""
@@ -341,16 +349,21 @@ class Cells:
         own: Mapping[PoolId, int],
         ridden: frozenset[PoolUid],
         forlorn: frozenset[PoolUid],
+        rests: Mapping[tuple[SlotId, ...], int],
         grace_s: float,
         now_ts: float,
     ) -> None:
         """What the pools hold.
+
+        What only idle conversations rest on is taken back with them: it is worth more than they are, so they
+        go first.
 
         Args:
             tree: all of them.
             own: cells of each, as of the last sample; a newer one has what it was made of.
             ridden: uids of those whose cells running requests share.
             forlorn: uids of those that linger, and that nothing holds.
+            rests: cells of pools that are gone, by the idle slots that alone keep them.
             grace_s: seconds that an automatic one stays after its last use.
             now_ts: epoch seconds.
         """
@@ -359,8 +372,8 @@ class Cells:
             return
         kept = set()
         for pool in (*tree, *tree.lingering):
-            cells = own.get(pool.pool_id, pool.own_len if pool.resident or pool.lingers else 0)
-            if not cells:
+            cells = own.get(pool.pool_id, pool.own_len)
+            if not cells or not (pool.resident or pool.lingers):
                 continue
             kept.add(pool.pool_id)
             value = None
@@ -371,11 +384,18 @@ class Cells:
                 value = float(ledger.total) + pool.own_len * (1 + pool.hits) / (1.0 + idle_s)
             if pool.uid in forlorn:
                 value = 0.0  # nobody is to have it any more
+            elif pool.lingers and not is_held(pool, ridden):
+                value = float(ledger.total)
             lasting = not pool.lingers and (pool.pinned or (not automatic and pool.ttl_s is None))
             ledger.keep(("pool", pool.pool_id), cells, value=value, lasting=lasting)
         for gone in self._pools - kept:
             ledger.drop(("pool", gone))
         self._pools = kept
+        for left in self._rests - rests.keys():
+            ledger.drop(("rest", left))
+        for slots, cells in rests.items():
+            ledger.keep(("rest", slots), cells, value=float(ledger.total))
+        self._rests = set(rests)
 
 
 def _line(pool: PrefixPool | None) -> Iterable[Key]:

@@ -188,10 +188,13 @@ class Gate:
 
     def on_gave_up(self, waiter: Waiter, now: float) -> None:
         """Who waited left. If it was just let in, its request is over."""
+        session = waiter.entry.session
         if self._leave(waiter):
-            self.counts["gave_up"] += 1
+            self.counts["gave_up"] += session not in self._waiters and session not in self.presence
         elif waiter.entered is not None:
-            self.on_over(waiter.entry.session, now)
+            if waiter in self._woken:
+                self._woken.remove(waiter)  # or it would be over twice
+            self.on_over(session, now)
 
     def on_expired(self, waiter: Waiter, now: float, *, jitter: float) -> Entered | Refused:
         """It has waited as long as it may: a last look."""
@@ -204,7 +207,7 @@ class Gate:
         if isinstance(verdict, Entered):
             return self._enter(entry, verdict, now, "queued")
         assert isinstance(verdict, Refused)
-        self.counts["expired"] += 1
+        self.counts["expired"] += entry.session not in self._waiters
         return self._refuse(verdict)
 
     def on_over(self, session: SessionId, now: float, cells: int | None = None) -> None:

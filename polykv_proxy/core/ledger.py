@@ -143,7 +143,7 @@ class CellLedger:
     ) -> None:
         self.total = total
         self._watermark = watermark
-        self._growth = growth
+        self._growth = self._brake = growth
         self._overcommit = overcommit
         self._stale_after_s = stale_after_s
         self._sampled_at: float | None = None
@@ -161,9 +161,20 @@ class CellLedger:
         if self._stale_after_s is not None:
             self._stale_after_s = policy.stale_after_s
 
-    def grow(self, cells: int) -> None:
-        """Running requests fill so many cells between two looks; see ``growth``."""
+    @property
+    def growth(self) -> int:
+        """Cells that a running request may fill between two looks."""
+        return self._growth
+
+    def grow(self, cells: int, *, brake: int | None = None) -> None:
+        """Running requests fill so many cells between two looks; see ``growth``.
+
+        Args:
+            cells: that are kept free for each.
+            brake: that each may fill before it is stopped (rule 7), if that is more.
+        """
         self._growth = cells
+        self._brake = cells if brake is None else max(cells, brake)
         self._sum.slack = sum(self._slack(each) for each in self._requests.values())
 
     # -- what is seen ------------------------------------------------------------------------------------
@@ -365,7 +376,7 @@ class CellLedger:
         if replaces is not None and (old := self._residents.get(replaces)) is not None:
             claimed -= 0 if old.reclaimable else old.cells
         new = min(cost.expected, cost.bound) if self._overcommit else cost.bound
-        room = self.total - self._sum.protected - claimed - self._watermark
+        room = self.total - self._sum.protected - self._unexplained - claimed - self._watermark
         most = self._most(cost.prompt + new, cost.prompt + cost.bound, cost.answers * self._growth, room)
         return max(most, min(cost.prompt + new, cost.prompt + 1 if cost.exact else 1)), claimed
 
@@ -403,8 +414,10 @@ class CellLedger:
         old = self._requests.get(request)
         if old is None:
             return
+        order = list(self._requests)
         self.release(request)
         self.reserve(request, cost, uses=uses)
+        self._requests = {key: self._requests[key] for key in order}  # it came when it came
         self.progress(request, held=old.held, expected=cost.expected)
 
     def progress(self, request: LeaseId | Key, *, held: int, expected: int) -> None:
@@ -420,7 +433,7 @@ class CellLedger:
             return
         each.held = held
         new = min(expected, each.bound) if self._overcommit else each.bound
-        room = self.total - self._sum.protected - self._watermark
+        room = self.total - self._sum.protected - self._unexplained - self._watermark
         most = self._most(each.prompt + new, each.prompt + each.bound, each.answers * self._growth, room)
         reserved = max(held, most)
         self._book(each, reserved=reserved, due=max(held, each.prompt))
@@ -464,14 +477,14 @@ class CellLedger:
         """
         running = [(key, each) for key, each in self._requests.items() if not each.stopping and each.bound]
         going = sum(each.due for each in self._requests.values() if each.stopping)
-        short = sum(self._may_grow(each) for _, each in running) - self.empty_now - going
+        short = sum(each.beyond(each.due, self._brake) for _, each in running) - self.empty_now - going
         short -= self._sum.resident - self._sum.protected  # 2
         named = []
         for key, each in reversed(running):
             if short <= 0:
                 break  # 1
             each.stopping = True
-            short -= each.due + self._may_grow(each)
+            short -= each.due + each.beyond(each.due, self._brake)
             named.append(key)  # 3
         return named
 

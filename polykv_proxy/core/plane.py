@@ -209,7 +209,17 @@ class ControlPlane:
         forlorn = frozenset(
             pool.uid for pool in self.tree.lingering if pool.uid is not None and not is_held(pool, held)
         )
-        self.cells.keep_pools(self.tree, own, ridden, forlorn, self._policy.grace_s, now_ts)
+        self.cells.keep_pools(self.tree, own, ridden, forlorn, self._rests(), self._policy.grace_s, now_ts)
+
+    def _rests(self) -> dict[tuple[SlotId, ...], int]:
+        """Cells of pools that are gone, by the slots that alone keep them, where these are idle."""
+        draining = () if self.ownership is None else self.ownership.draining
+        found: dict[tuple[SlotId, ...], int] = {}
+        for rest in draining:
+            alone = rest.holders == len(rest.slots) and not rest.lingers
+            if alone and all(self.board.slots[slot].idle for slot in rest.slots):
+                found[rest.slots] = found.get(rest.slots, 0) + rest.cells
+        return found
 
     def reclaim(self) -> list[Command]:
         """What has to go for those who run, and for the next one."""
@@ -218,7 +228,11 @@ class ControlPlane:
 
     def reclaimable_slot(self, slot: SlotId) -> bool:
         """Whether what is in a slot is only what a request displaced that was not sent yet."""
-        return self.cells.is_unsent(self.board.slots[slot].lease)
+        number = self.board.slots[slot].lease
+        lease = None if number is None else self._running.get(number)
+        if lease is None or (lease.continues and slot == lease.slots[0]):
+            return False
+        return self.cells.is_unsent(lease.lease_id)
 
     def on_emptied(self, slot: SlotId) -> None:
         """A conversation was given up for its cells; what waits to begin in its slot finds it empty."""
@@ -371,6 +385,10 @@ class ControlPlane:
             return [AwaitIdle(lease, stop)]
         return self._free(lease, now, content)
 
+    def holds(self, lease: Lease) -> bool:
+        """Whether a lease's slots are still its own: neither were they freed nor is their engine gone."""
+        return lease.lease_id in self._running
+
     def on_slots_idle(self, lease: Lease, now: float, content: Content) -> list[Command]:
         """The engine is seen to be done with an abandoned request."""
         return self._free(lease, now, content)
@@ -417,8 +435,13 @@ class ControlPlane:
         if self.cells.computes(lease):
             self._keep_pools(0.0)  # what was its cells is the pool's from now on
         self.cells.over(lease, kept=content is not Content.NOTHING, untouched=content is Content.OLD)
+        came_back = [key for key, ticket in self._waiting.items() if self.board.awaits(ticket.ask)]
         for index, number in enumerate(lease.slots):
             self.board.free(number, now, content if index == 0 else Content.NOTHING)
+        for key in came_back:
+            if self.board.held_links(self._waiting[key].ask):
+                self._waiting.move_to_end(key, last=False)  # whose client left it, and waits for it
+                break
         return [*self._serve_waiting(now), *self.reclaim()]
 
     def _serve_waiting(self, now: float) -> list[Command]:

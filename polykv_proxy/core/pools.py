@@ -482,6 +482,8 @@ class PoolTree:
 
     def lose_all(self) -> None:
         """The engine forgot everything: ids and tokens stay, cells and ghosts are gone."""
+        for ghost in self._ghosts:
+            ghost.lingers = False  # who is about to end its grace finds nothing to end
         self._ghosts.clear()
         self._retiring.clear()
         self.index = PrefixIndex()

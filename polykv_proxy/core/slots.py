@@ -288,6 +288,9 @@ class SlotBoard:
         there.lease, there.tokens, there.before = lease, None, (None, ())
         self._hold(there, session, chain)
         here.lease, here.tokens = waiting, None
+        if source in self._leaving:
+            self._leaving.discard(source)
+            self._leaving.add(target)
         if waiting is not None:
             here.before = (None, ())
             self._hold(here, its_session, its_chain)
