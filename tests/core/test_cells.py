@@ -1,12 +1,14 @@
 """What requests, slots and pools hold of the cells."""
 
+import pytest
+
 from core.planes import SCOPE, facts, finish, pool, sample, serving
 from polykv_proxy.core.cells import Need, need_of_pool
 from polykv_proxy.core.costs import Asked
 from polykv_proxy.core.decisions import Admit, Never, Queue, Reclaim, StopRunning, WakeQueued
 from polykv_proxy.core.policies import CellPolicy
 from polykv_proxy.core.slots import Ask, Content
-from polykv_proxy.core.types import Capability, PoolUid, SlotId, SlotSample, SlotState
+from polykv_proxy.core.types import Capability, PoolUid, SlotId, SlotSample, SlotState, as_tokens
 
 CELLS = 1000
 TIGHT = CellPolicy(watermark_ratio=0.0, growth_tokens=1)
@@ -201,3 +203,67 @@ def test_several_answers_grow_at_once():
     size = Asked(kind="k", body_bytes=0, max_tokens=100, answers=3)
     lease_of(at.on_request(Ask(scope=SCOPE, slots=3, need=Need(asked=size, prompt=10)), 0.0, now_ts=0.0))
     assert at.cells.ledger.margin == 30
+
+
+# -- what is left of pools --------------------------------------------------------------------------------
+
+
+def roomy():
+    """A plane with 4,096 cells, three slots, and a pool of 3,000 on which an idle conversation rests."""
+    at = serving(cells=4096, ctx=4096, slots=3, max_pools=4)
+    at.on_sample(_look(at, 0))
+    made = pool(at, as_tokens(range(3000)), uid=7)
+    at.on_sample(_look(at, 3000))
+    lease = lease_of(ask(at, 3050, 10, 1, 2, 3, pool=made, shared=3000))
+    finish(at, lease)
+    resting = seen(0, 3050, lease=lease.lease_id, shared=3000, uid=7)
+    return at, made, resting
+
+
+def _look(at, used, *slots):
+    """A reading with all slots in it."""
+    empty = (seen(number, 0) for number in range(len(slots), len(at.board.slots)))
+    return sample(used=used, slots=(*slots, *empty))
+
+
+@pytest.mark.parametrize("way", ["released, lingers", "released", "evicted"])
+def test_what_is_left_of_a_pool_goes_with_the_conversation_that_rests_on_it(way):
+    """Nobody could have it otherwise: a request that fits an empty cache comes in, and the slot goes."""
+    at, made, resting = roomy()
+    if way == "evicted":
+        at.tree.evict(made)
+    else:
+        at.tree.release(made, lingers=way == "released, lingers")
+    if way != "released, lingers":
+        at.tree.retire(made.number)
+    at.on_sample(_look(at, 3050, resting))
+    lease_of(ask(at, 1500, 100, 7, 8, 9))
+    assert keys(at.reclaim())[0] == ("slot", 0)
+
+
+def test_a_conversation_that_was_just_granted_its_slot_is_not_emptied():
+    """It was named to be taken back before that."""
+    at = serving(cells=4096, ctx=4096, slots=3)
+    at.on_sample(_look(at, 0))
+    first = lease_of(ask(at, 2000, 10, 1, 2, 3))
+    first.context_tokens = 2000
+    finish(at, first)
+    lease_of(ask(at, 2040, 10, 7, 8, 9))
+    assert keys(at.reclaim()) == [("slot", 0)]
+    again = ask(at, 2001, 1, 1, 2, 3, 4)
+    assert not isinstance(again, Admit) or not at.reclaimable_slot(SlotId(0))
+
+
+def test_an_aborted_request_leaves_what_it_was_seen_to_fill():
+    """Not what was reserved for it: nobody's idle conversation is taken back for that."""
+    at = serving(cells=4096, ctx=4096, slots=3)
+    at.on_sample(_look(at, 0))
+    idle = lease_of(ask(at, 1540, 10, 1, 2, 3))
+    idle.context_tokens = 1540
+    finish(at, idle)
+    one = lease_of(ask(at, 1500, 2000, 7, 8, 9))
+    begun = seen(1, 100, lease=one.lease_id, state=SlotState.PROMPT)
+    at.on_sample(_look(at, 1640, seen(0, 1540, lease=idle.lease_id), begun))
+    finish(at, one, clean=False)
+    assert at.on_slots_idle(one, 3.0, Content.NEW) == []
+    assert at.cells.ledger.empty_now == 4096 - 1540 - 100 - at.cells.ledger.growth

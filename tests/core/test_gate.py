@@ -479,3 +479,30 @@ def test_what_becomes_of_sessions_is_counted():
     scene.gate.on_close("s0", scene.now)
     assert scene.settle() == ["a"]
     assert scene.gate.counts == {"admitted": 5, "queued": 1, "rejected": 1, "expired": 1, "gave_up": 1}
+
+
+def test_who_leaves_while_it_is_let_in_with_another_is_over_once():
+    """Its session goes on with the other request."""
+    scene = Scene()
+    scene.fill(5, QUEUE)
+    first, second = scene.ask("y", QUEUE), scene.ask("y", QUEUE)
+    for number in range(3):
+        scene.gate.on_over(f"s{number}", scene.now)
+        scene.gate.on_close(f"s{number}", scene.now)
+    scene.now += 4
+    scene.look()
+    assert isinstance(scene.gate.on_expired(first, scene.now, jitter=0.5), Entered)
+    inside = scene.gate.presence._inside["y"]
+    assert (inside.requests, second.entered) == (2, Entered())
+    scene.gate.on_gave_up(second, scene.now)
+    assert second not in scene.gate.wake(scene.now)
+    assert inside.requests == 1
+
+
+def test_a_session_that_gives_up_with_all_its_requests_is_counted_once():
+    """What is counted are sessions."""
+    scene = Scene()
+    scene.fill(5, QUEUE)
+    for waiter in [scene.ask("z", QUEUE), scene.ask("z", QUEUE)]:
+        scene.gate.on_gave_up(waiter, scene.now)
+    assert scene.gate.counts["gave_up"] == 1

@@ -272,6 +272,37 @@ def test_figures_for_one_more():
     assert (book.figures().free, book.figures().admissible) == (0, 0)
 
 
+@pytest.mark.parametrize("overcommit", [True, False])
+def test_cells_that_nobody_explains_are_no_room(overcommit):
+    """Alone a request has the rest: it does not wait for what it cannot get."""
+    book = ledger(total=4096, watermark=40, growth=32, overcommit=overcommit)
+    book.on_sample(1, {}, 0.0)
+    assert book.fit(cost(3000, 1024, bound=1096), 0.0) is Fit.FITS
+    assert book.fit(cost(500, 1024, bound=3596), 0.0) is Fit.FITS
+
+
+def test_a_request_that_is_costed_anew_is_no_younger():
+    """The latest to come is stopped."""
+    book = ledger(growth=32)
+    book.reserve("old", cost(300, 50, bound=600, exact=False))
+    book.reserve("new", cost(300, 50, bound=600))
+    book.recost("old", cost(290, 50, bound=600))
+    book.on_sample(980, {"old": 500, "new": 480}, 0.0)
+    assert book.overdrawn() == ["new"]
+
+
+def test_the_brake_follows_the_speed_where_the_margin_may_not():
+    """A margin is bounded by a share of the cache, what is filled until somebody looks is not."""
+    book = ledger(growth=5)
+    for name in ("first", "last"):
+        book.reserve(name, cost(100, 50, bound=900))
+    book.on_sample(900, {"first": 450, "last": 450}, 0.0)
+    book.grow(5, brake=40)
+    assert book.overdrawn() == []
+    book.grow(5, brake=60)
+    assert book.overdrawn() == ["last"]
+
+
 class Ledger(RuleBasedStateMachine):
     """Any order of everything, beside a model that adds up from scratch."""
 

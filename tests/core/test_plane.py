@@ -1040,3 +1040,15 @@ def test_the_lease_of_a_session_that_runs():
     assert plane.running_lease(lease.session) is lease
     finish(plane, lease)
     assert plane.running_lease(lease.session) is None
+
+
+def test_who_is_back_for_a_slot_gets_it_before_those_in_line():
+    """Else what was computed there would be lost, and computed again, time after time (ADM-11)."""
+    plane = serving(slots=1)
+    first = admitted(plane, 1, 2)
+    earlier = request(plane, 7, 8)
+    finish(plane, first, clean=False)
+    again = request(plane, 1, 2)
+    assert plane.on_slots_idle(first, 3.0, Content.NEW) == [WakeQueued(again.ticket)]
+    assert again.ticket.lease.continues
+    assert finish(plane, again.ticket.lease) == [WakeQueued(earlier.ticket)]
