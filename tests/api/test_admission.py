@@ -8,6 +8,7 @@ from fake_engine import Script
 
 from api.rig import CHAT, Rig, chat, until
 from polykv_proxy.core.decisions import StopRunning
+from polykv_proxy.core.types import SlotId
 
 HEADROOM = {"kv_headroom_ratio": 0.5, "settle_max_ms": 0}
 """Half of the cells must stay free: while one session runs, there is no room for another."""
@@ -214,6 +215,32 @@ async def one():
         yield rig
         assert rig.runtime.stoppable == {}
         assert rig.runtime.plane.cells.ledger.figures().running == 0
+
+
+async def test_who_is_stopped_again_and_again_is_told_that_it_does_not_fit(one):
+    """Three times it could not be finished: it would be so for ever."""
+    one.engine.gate.clear()
+    asking = one.start(CHAT, chat("a"))
+    for attempt in range(3):
+        await until(lambda least=attempt + 1: len(one.engine.work) == least and one.engine.running == 1)
+        stop(one)
+    answer = await asking
+    assert (answer.status, answer.error["type"]) == (400, "exceed_context_size_error")
+    assert len(one.engine.work) == 3
+    await one.quiet()
+
+
+async def test_who_is_stopped_before_it_was_sent_is_stopped(proxies):
+    """The ledger counts on it; and it gets another chance."""
+    rig = await proxies(slots=2)
+    async with rig.runtime.still(SlotId(0)):
+        asking = rig.start(CHAT, chat("a"))
+        await until(lambda: rig.runtime.stoppable)
+        (first,) = rig.runtime.plane._running
+        rig.runtime._perform([StopRunning(first)])
+        await until(lambda: first not in rig.runtime.plane._running)
+    assert (await asking).status == 200
+    await rig.quiet()
 
 
 @pytest.mark.parametrize("stream", [False, True])
