@@ -38,7 +38,8 @@ def serving(folder: Path, smollm: Path, slots: int, *words: str) -> AbstractAsyn
     llama(folder / "llama.gguf", smollm)
     sizes = ("--parallel", str(slots), "--ctx-size", str(CELLS), "--max-pools", "4")
     args = [part for word in ("--threads", "1", *words) for part in ("--engine-arg", word)]
-    return serve(folder, "--model", str(folder / "llama.gguf"), *sizes, *args)
+    env = {"POLYKV_DURABLE__ENABLED": "false"}  # what is on disk comes back, which is not what is looked at
+    return serve(folder, "--model", str(folder / "llama.gguf"), *sizes, *args, env=env)
 
 
 def text(seed: int, count: int) -> list[int]:

@@ -283,7 +283,7 @@ async def test_counters_and_streams_agree(proxy: Served) -> None:
     counters = await proxy.counters()
     counted = found["opencoti_polykv:generated_tokens_total",]
     proxy_start = sum(slot["n_gen_total"] for slot in counters["slots"]) - counted  # the self-test's
-    assert 0 <= proxy_start <= 4
+    assert 0 <= proxy_start <= 8, "what the proxy tried out at its start"
     before = await generated()
     lengths = (1, 3, 20, 7, 2, 11)
     for length in lengths:
