@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 MAX_TOMBSTONES = 512
 QUADRATIC_TOKENS = 8192.0
 """Length from which computing a prompt costs more for its attention than for anything else, about."""
+LARGEST_REST = 8
+"""Tokens that are read for nothing to each token that need not be computed, at most."""
 
 
 class Kind(StrEnum):
@@ -292,7 +294,8 @@ def pays(  # noqa: PLR0913 - all that counts
     """Why restoring a state would not pay; None where it does.
 
     1. Pools or the slot hold as much, or nearly.
-    2. It does not fit: for a moment the engine needs cells for all of it, whatever it shares afterwards.
+    2. Nearly all of it is another conversation's: it would be read, and fill cells, for nothing.
+    3. It does not fit: for a moment the engine needs cells for all of it, whatever it shares afterwards.
 
     Args:
         matched: leading tokens that the state and the request have in common.
@@ -304,6 +307,13 @@ def pays(  # noqa: PLR0913 - all that counts
     """
     if matched - held < min_gain:
         return "no_gain"  # 1
+    if saved - matched > LARGEST_REST * (matched - held):
+        return "too_long"  # 2
     if saved > free_cells or saved >= window:
-        return "no_room"  # 2
+        return "no_room"  # 3
     return None
+
+
+def goes_on(matched: int, saved: int) -> bool:
+    """Whether so many common tokens make it that conversation, not one that began alike: half of it."""
+    return 2 * matched > saved

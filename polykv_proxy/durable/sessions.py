@@ -6,18 +6,20 @@ Rule 2: only what an answer that went out whole left behind is saved. What faile
 nothing on disk.
 Rule 3: a state is restored only if that spares more than what pools hold anyway, and the answer has to prove
 it; one that did not help goes.
-Rule 4: what a session saves takes the place of the state that it went on from.
+Rule 4: what a session saves takes the place of the state that it went on from, and of no other: who only
+begins like a state, or has another name, leaves it alone.
 """
 
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING
 
 import structlog
 
-from polykv_proxy.core.catalogue import Kind, Reason, pays
+from polykv_proxy.core.catalogue import Kind, Reason, goes_on, pays
 from polykv_proxy.core.types import common_prefix
 from polykv_proxy.durable.identity import config_of
 from polykv_proxy.durable.shelf import Label
@@ -149,8 +151,10 @@ class SavedSessions:
                 raise EngineGoneError("the engine was restarted")  # it was another slot, perhaps another's
             return written
 
-        if await shelf.save(label, held.tokens, write) is not None:
-            session.saved, session.saved_as = delivered, label.key
+        others = None if session.saved_as is not None else partial(self._is_anothers, session)
+        entry = await shelf.save(label, held.tokens, write, others)
+        if entry is not None:
+            session.saved, session.saved_as = delivered, entry.state.key
 
     def _has_news(self, session: Session) -> bool:
         """Whether a whole answer left more of it in its last slot than is on disk."""
@@ -166,6 +170,13 @@ class SavedSessions:
         if session.name is None:
             return f"auto/{self._run}/{session.session_id}"
         return session.session_id
+
+    def _is_anothers(self, session: Session, key: str) -> bool:
+        """Whether another session saves under a key."""
+        return any(
+            each is not session and each.scope == session.scope and self._key(each) == key
+            for each in self._plane.sessions
+        )
 
     # -- restoring ---------------------------------------------------------------------------------------
 
@@ -186,24 +197,27 @@ class SavedSessions:
         if found is None or facts is None:
             return
         entry, matched = found
+        held = max(held, self._left_there(lease.slots[0], tokens))
+        if matched - held < self._min_tokens or not await self._shelf.check(entry):
+            return
         sample = await self._runtime.sample(max_age_s=0.0)
         if sample is None or lease.ended:
             return
         seen = next(each for each in sample.slots if each.slot == lease.slots[0])
+        free = sample.cells_free + seen.tokens - seen.shared_tokens  # what the slot has of its own goes first
+        if (ledger := self._plane.cells.ledger) is not None:  # who runs keeps what is his
+            free = min(free, ledger.figures().admissible + ledger.reserved(lease.lease_id))
         margin = ROOM_TOKENS * len(self._plane.board.slots)
         why_not = pays(
             matched=min(matched, len(tokens) - 1),
-            held=max(held, self._left_there(lease.slots[0], tokens)),
+            held=held,
             saved=len(entry.tokens),
-            # what the slot has of its own goes first
-            free_cells=sample.cells_free + seen.tokens - seen.shared_tokens - margin,
+            free_cells=free - margin,
             window=facts.ctx_tokens,
             min_gain=self._min_tokens,
         )
         if why_not is not None:
             log.debug("kv_not_restored", key=entry.state.key, matched=matched, held=held, reason=why_not)
-            return
-        if not await self._shelf.check(entry):
             return
         entry.holds += 1
         try:
@@ -237,8 +251,16 @@ class SavedSessions:
             self._shelf.failed("restore", f"{moved.n_tokens} of {len(entry.tokens)} tokens came back")
             return
         lease.restored, lease.restored_tokens = entry, matched
-        self._adopt(session, entry.state.key)
+        if self._goes_on_from(session, entry, matched):
+            self._adopt(session, entry.state.key)
         log.info("kv_restored", session_id=session.session_id, key=entry.state.key, slot=slot, tokens=matched)
+
+    @staticmethod
+    def _goes_on_from(session: Session, entry: Entry, matched: int) -> bool:
+        """Whether a state is of this conversation, by its name and by its tokens (rule 4)."""
+        key, name = entry.state.key, session.name
+        its = key.startswith("auto/") if name is None else key == name or key.startswith(f"{name}#")
+        return its and goes_on(matched, len(entry.tokens))
 
     def _adopt(self, session: Session, key: str) -> None:
         """The session goes on from a state (rule 4), unless that is another's who goes on with it, too."""
@@ -246,7 +268,7 @@ class SavedSessions:
         other = self._goes_on.get(key)
         if other is not None and other is not session and sessions.holds(other):
             return
-        if any(each is not session and self._key(each) == key for each in sessions):
+        if self._is_anothers(session, key):
             return
         self._goes_on[key] = session
         session.saved_as = key

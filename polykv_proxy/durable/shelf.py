@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from polykv_proxy.core.catalogue import Catalogue, Kind, Reason, Retention, SavedState
-from polykv_proxy.core.types import as_tokens
+from polykv_proxy.core.catalogue import Catalogue, Kind, Reason, Retention, SavedState, goes_on
+from polykv_proxy.core.types import as_tokens, common_prefix
 from polykv_proxy.durable.store import Store, StoreError
 from polykv_proxy.errors import ConflictError, PolyKVError
 
@@ -105,7 +105,11 @@ class Shelf:
     # -- coming ------------------------------------------------------------------------------------------
 
     async def save(
-        self, label: Label, n_tokens: int, write: Callable[[str], Awaitable[SlotFile]]
+        self,
+        label: Label,
+        n_tokens: int,
+        write: Callable[[str], Awaitable[SlotFile]],
+        others: Callable[[str], bool] | None = None,
     ) -> Entry | None:
         """Let the engine write a state and make it count; None where that failed, which is no error (rule 2).
 
@@ -113,10 +117,12 @@ class Shelf:
             label: what it is.
             n_tokens: about how many it has.
             write: lets the engine write a file of that name.
+            others: whether a key is another's; given by who has no state under its key yet. What is there is
+                replaced only if this goes on from it; else this is saved under the next key, as ``key#2``.
         """
         async with self.saving:
             try:
-                entry = await self._save(label, n_tokens, write)
+                entry = await self._save(label, n_tokens, write, others)
             except PolyKVError as error:
                 self.failed("save", error.message, key=label.key)
                 return None
@@ -126,13 +132,19 @@ class Shelf:
         log.info(
             "kv_saved",
             kind=label.kind.value,
-            key=label.key,
+            key=entry.state.key,
             tokens=len(entry.tokens),
             bytes=entry.state.file_bytes,
         )
         return entry
 
-    async def _save(self, label: Label, n_tokens: int, write: Callable[[str], Awaitable[SlotFile]]) -> Entry:
+    async def _save(
+        self,
+        label: Label,
+        n_tokens: int,
+        write: Callable[[str], Awaitable[SlotFile]],
+        others: Callable[[str], bool] | None,
+    ) -> Entry:
         state = SavedState(
             kind=label.kind,
             key=label.key,
@@ -152,6 +164,11 @@ class Shelf:
         done = False
         try:
             written = await write(name)
+            if before is not None and others is not None:
+                tokens = await asyncio.to_thread(self.store.tokens, name)
+                if not goes_on(common_prefix(before.tokens, tokens), len(before.tokens)):
+                    state, before = self._beside(state, others), None
+                    name = await asyncio.to_thread(self.store.rename, name, state.identity)
             draft = replace(
                 state, file=name, file_bytes=written.n_bytes, tokens=as_tokens([0]) * written.n_tokens
             )
@@ -161,6 +178,15 @@ class Shelf:
             if not done:
                 await asyncio.to_thread(self.store.discard, name)
         return saved
+
+    def _beside(self, state: SavedState, others: Callable[[str], bool]) -> SavedState:
+        """It under the first key after its own that nobody has."""
+        number = 2
+        while True:
+            beside = replace(state, key=f"{state.key}#{number}")
+            if self.catalogue.get(beside.identity) is None and not others(beside.key):
+                return beside
+            number += 1
 
     async def _commit(self, draft: SavedState, before: Entry | None) -> Entry:
         uses = 0 if before is None else before.uses

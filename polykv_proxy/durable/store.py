@@ -158,6 +158,27 @@ class Store:
         """A name for the engine to save under."""
         return f"kv-{_hash(identity)}-{secrets.token_hex(4)}.tmp"
 
+    def tokens(self, name: str) -> Tokens:
+        """What the engine saved under a name.
+
+        Raises:
+            UnavailableError: it cannot be read, or has no token ids.
+        """
+        return _tokens(self.folder / name)
+
+    def rename(self, name: str, identity: tuple[str, ...]) -> str:
+        """What the engine saved is of another identity; returns its new temporary name.
+
+        Raises:
+            StoreError: the disk refuses.
+        """
+        new = self.temporary(identity)
+        try:
+            (self.folder / name).rename(self.folder / new)
+        except OSError as error:
+            raise StoreError(f"{self.folder}: {error.strerror}") from None
+        return new
+
     def commit(
         self, draft: SavedState, *, used_ts: float, uses: int = 0, before: str | None = None
     ) -> SavedState:

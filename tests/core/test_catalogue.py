@@ -197,6 +197,9 @@ def test_the_least_valuable_goes_until_all_fits():
         ({"held": 800}, "no_gain"),
         ({"saved": 5001}, "no_room"),
         ({"window": 1000}, "no_room"),
+        ({"matched": 112}, None),
+        ({"matched": 110}, "too_long"),
+        ({"matched": 450, "held": 350, "saved": 1300}, "too_long"),
     ],
 )
 def test_when_a_restore_pays(values, says):

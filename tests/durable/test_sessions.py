@@ -1,6 +1,7 @@
 """Claims about ``durable.sessions``: saved when a slot is lost, restored when it pays, and proven."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 from api.rig import CHAT, chat, until
@@ -285,15 +286,74 @@ async def test_a_session_that_is_closed_stays_only_if_it_is_to(proxies):
 async def test_two_that_go_on_from_one_state_do_not_overwrite_each_other(proxies):
     """The first takes its key; the other has one of its own."""
     rig = await proxies(slots=2, idle_save_s=1000.0)
-    await turn(rig, "a", "first")
+    await rig.ask(CHAT, chat("a", "first"))
     await rig.durable.drain()
+    (before,) = keys(rig)
     again = await proxies(slots=2, idle_save_s=1000.0)
-    for name in ("x", "y"):
-        body = chat("a", "first", f"then {name}", session_id=name)
-        assert (await again.ask(CHAT, body)).json["timings"]["cache_n"] >= prompt_of(again, "a", "first")
+    again.engine.gate.clear()
+    asking = [again.start(CHAT, chat("a", "first", f"then {then}")) for then in "xy"]
+    await until(lambda: again.engine.running == 2)
+    again.engine.gate.set()
+    for one in asking:
+        assert (await one).json["timings"]["cache_n"] >= prompt_of(again, "a", "first")
     await again.durable.drain()
     assert len(keys(again)) == 2
-    assert "a" in keys(again)
+    assert before in keys(again)
+
+
+@pytest.mark.parametrize("end", ["drain", "close"])
+async def test_who_only_begins_like_a_state_leaves_it_alone(proxies, end):
+    """He has what they have in common; it is neither replaced by his nor deleted with his."""
+    rig = await proxies(idle_save_s=1000.0)
+    await turn(rig, "alice", "x" * 500)
+    await rig.durable.drain()
+    (entry,) = rig.durable.shelf.catalogue
+    again = await proxies(idle_save_s=1000.0)
+    answer = (await again.ask(CHAT, chat("bob", session_id="bob"))).json
+    assert answer["opencoti"]["restored_tokens"] > 100
+    if end == "drain":
+        await again.durable.drain()
+        assert keys(again) == ["alice", "bob"]
+    else:
+        assert (await again.ask("/polykv/sessions/bob/close", {})).status == 200
+        assert keys(again) == ["alice"]
+    hers = next(each for each in again.durable.shelf.catalogue if each.state.key == "alice")
+    assert hers.tokens == entry.tokens
+    assert await again.durable.shelf.check(hers)
+
+
+async def test_another_conversation_of_a_name_saves_beside_what_is_there(proxies):
+    """After a restart the first that calls itself so need not be the one that was saved."""
+    rig = await proxies(slots=2, idle_save_s=1000.0)
+    await turn(rig, "foo", "y" * 600)
+    await rig.durable.drain()
+    (entry,) = rig.durable.shelf.catalogue
+    again = await proxies(slots=2, idle_save_s=1000.0)
+    await turn(again, "foo", "q" * 100)
+    await again.durable.drain()
+    assert keys(again) == ["foo", "foo#2"]
+    assert entry.tokens in [each.tokens for each in again.durable.shelf.catalogue]
+    await turn(again, "foo", "q" * 100, "more")
+    await again.durable.drain()
+    assert keys(again) == ["foo", "foo#2"]  # it goes on under that key
+    assert [await again.durable.shelf.check(each) for each in again.durable.shelf.catalogue] == [True, True]
+
+
+async def test_a_restore_takes_nothing_that_others_count_on(proxies):
+    """Cells that are empty now may be promised to who runs."""
+    rig = await proxies(slots=2)
+    for name, content in (("x", "x" * 500), ("z", "z" * 500), ("b", "first"), ("c", "first")):
+        await turn(rig, name, content)
+    before = rig.engine.moved("restore")
+    ledger = rig.runtime.plane.cells.ledger
+    figures = ledger.figures
+    ledger.figures = lambda: replace(figures(), free=0)
+    ledger.reserved = lambda _: 400
+    await rig.ask(CHAT, chat("x", "x" * 100, session_id="d", max_tokens=1))
+    assert rig.engine.moved("restore") == before
+    ledger.figures = figures
+    await rig.ask(CHAT, chat("z", "z" * 100, session_id="e", max_tokens=1))
+    assert len(rig.engine.moved("restore")) == len(before) + 1
 
 
 async def test_who_runs_keeps_his_state_from_being_deleted(proxies):
