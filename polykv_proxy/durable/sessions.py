@@ -1,7 +1,8 @@
 """Conversations that come back: saved when they lose their slot, restored when their next turn comes.
 
 Rule 1: a slot is read and written only while it is idle and kept from others, to the end: a save that ran on
-when the slot was another's would be of another's conversation.
+when the slot was another's would be of another's conversation. That it is not is the engine's word: the slot
+has the tag of the session's last request, before the file is written and after.
 Rule 2: only what an answer that went out whole left behind is saved. What failed or was cancelled changes
 nothing on disk.
 Rule 3: a state is restored only if that spares more than what pools hold anyway, and the answer has to prove
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from polykv_proxy.core.decisions import Lease
     from polykv_proxy.core.sessions import Session
     from polykv_proxy.core.slots import Slot
-    from polykv_proxy.core.types import SlotId, Tokens
+    from polykv_proxy.core.types import EngineSample, SlotId, SlotSample, Tokens
     from polykv_proxy.durable.shelf import Shelf
     from polykv_proxy.engine.wire import SlotFile
     from polykv_proxy.runtime import Runtime
@@ -67,6 +68,7 @@ class SavedSessions:
         self._configs: dict[tuple[int, str], dict[str, str]] = {}
         self._goes_on: dict[str, Session] = {}
         """Keys of states that a session went on from."""
+        self._one = asyncio.Lock()
 
     def meet(self, template: str) -> None:
         """An engine is up, with this chat template."""
@@ -96,6 +98,8 @@ class SavedSessions:
     async def keep_displaced(self, lease: Lease) -> None:
         """Save what a request displaces from its slots, before it is sent."""
         for number in lease.slots:
+            if lease.ended:
+                return
             slot = self._plane.board.slots[number]
             session = slot.before[0]
             if session is not None and session is not lease.session:
@@ -130,25 +134,32 @@ class SavedSessions:
                     self._runtime.returned(lease)
 
     async def _save(self, slot: Slot, session: Session) -> None:
+        """``_save_now``, one at a time: who waited finds what the one before saved."""
+        async with self._one:
+            await self._save_now(slot, session)
+
+    async def _save_now(self, slot: Slot, session: Session) -> None:
         """Save a session from its slot, if there is more in it than on disk, and enough."""
         shelf = self._shelf
         if not shelf.on or not self._has_news(session):
             return
         delivered = session.delivered
-        held = next(
-            (each for each in (await self._runtime.client.counters()).slots if each.slot == slot.slot), None
-        )
-        if held is None or held.tokens - held.shared_tokens < self._min_tokens:
+        sample = await self._runtime.client.counters()
+        held = _seen(sample, slot.slot)
+        if held is None or held.tag != delivered or held.tokens - held.shared_tokens < self._min_tokens:
             return  # what it has of its own is computed as soon as read
         label = Label(
             kind=Kind.SESSION, key=self._key(session), scope=session.scope, config=dict(session.config)
         )
-        epoch = self._runtime.epoch
 
         async def write(name: str) -> SlotFile:
             written = await self._runtime.client.save_slot(slot.slot, name)
-            if self._runtime.epoch != epoch:
-                raise EngineGoneError("the engine was restarted")  # it was another slot, perhaps another's
+            after = await self._runtime.client.counters()
+            now = _seen(after, slot.slot)
+            if after.epoch != sample.epoch or now is None or now.tag != delivered:
+                raise EngineGoneError("the slot was another's while it was saved")
+            if written.n_tokens < self._min_tokens:
+                raise EngineGoneError(f"the slot was emptied: {written.n_tokens} tokens were saved")
             return written
 
         others = None if session.saved_as is not None else partial(self._is_anothers, session)
@@ -236,7 +247,7 @@ class SavedSessions:
 
     async def _restore(self, lease: Lease, session: Session, entry: Entry, matched: int) -> None:
         slot, runtime = lease.slots[0], self._runtime
-        if lease.ended:
+        if lease.ended or not self._plane.serving:
             return
         self._plane.board.forget_before(slot)  # gone from now on, also if this fails
         try:
@@ -332,6 +343,10 @@ class SavedSessions:
             raise
         if not going.cancelled() and (error := going.exception()) is not None:
             log.info("kv_not_moved", reason=str(error))
+
+
+def _seen(sample: EngineSample, number: SlotId) -> SlotSample | None:
+    return next((each for each in sample.slots if each.slot == number), None)
 
 
 def has_adapters(body: bytes) -> bool:

@@ -149,6 +149,7 @@ class Materializer:
 
     async def _compute(self, pool: PrefixPool, lease: Lease, job: _Materialization) -> Materialized:
         """Have a pool computed in a slot; the job says what became of the slot."""
+        await self._runtime.may_begin(lease)  # what has to go for it is gone
         await self._runtime.saver.before_request(lease, None, 0)
         if await self._make_own(lease.slots[0], pool):
             job.content = Content.NOTHING

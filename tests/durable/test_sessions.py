@@ -1,12 +1,15 @@
 """Claims about ``durable.sessions``: saved when a slot is lost, restored when it pays, and proven."""
 
 import asyncio
+import threading
 from dataclasses import replace
 
 import pytest
 from api.rig import CHAT, chat, until
 
 from polykv_proxy.core.catalogue import Reason
+from polykv_proxy.core.cells import need_of_pool
+from polykv_proxy.core.slots import Ask, Content
 from polykv_proxy.core.types import Scope, SlotId
 
 
@@ -379,3 +382,87 @@ async def test_no_wish_for_tokens_where_nothing_is_saved(proxies):
     await rig.durable.round()
     assert rig.durable.may_help(Scope(""), b"{}")
     assert not rig.durable.may_help(Scope("other"), b"{}")
+
+
+async def test_what_is_saved_across_a_restart_is_nobody_elses(proxies):
+    """The slots of the new engine have the old ones' numbers, and other keys' conversations."""
+    rig = await proxies(slots=2, idle_save_s=1000.0)
+    for name in "ac":
+        await rig.ask(CHAT, chat(name, "y" * 300, session_id=name), Authorization="Bearer one")
+    reached, go_on = threading.Event(), threading.Event()
+
+    def step(name):
+        if name == "sync_file" and not reached.is_set():
+            reached.set()
+            go_on.wait(10)
+
+    rig.durable.shelf.store._on_step = step
+    keeping = asyncio.create_task(rig.durable.sessions.keep_idle(0.0))
+    await asyncio.to_thread(reached.wait)
+    rig.down()
+    rig.engine.restart()
+    await rig.up()
+    for name in "uv":
+        body = chat(name, "s" * 300, session_id=name)
+        assert (await rig.ask(CHAT, body, Authorization="Bearer two")).status == 200
+    go_on.set()
+    await keeping
+    saved = list(rig.durable.shelf.catalogue)
+    assert saved
+    for entry in saved:
+        assert entry.state.key in "ac"
+        assert ord("s") not in entry.tokens[-250:]
+
+
+async def test_a_slot_that_is_another_once_it_is_saved_is_not_kept(proxies):
+    """The engine was restarted and used before anybody noticed."""
+    rig = await proxies(idle_save_s=1000.0)
+    await turn(rig, "a", "y" * 300)
+    save, tag = rig.runtime.client.save_slot, rig.engine.sequences[0].tag
+
+    async def late(slot, name):
+        rig.engine.sequences[0].tag = tag + 100
+        return await save(slot, name)
+
+    rig.runtime.client.save_slot = late
+    await rig.durable.sessions.keep_idle(0.0)
+    assert keys(rig) == []
+    rig.runtime.client.save_slot = save
+    await rig.durable.sessions.keep_idle(0.0)
+    assert keys(rig) == []
+    assert len(rig.engine.moved("save")) == 2  # the canary's, and one
+
+
+async def test_a_slot_is_saved_once_also_if_two_are_to_displace_it(proxies):
+    """A pool that is to be computed there, and who takes back its cells: nothing is written over it."""
+    rig = await proxies()
+    await turn(rig, "a", "y" * 300)
+    before = len(rig.engine.moved("save"))
+    need = need_of_pool(100, None, 0)
+    lease = rig.runtime.request(Ask(scope=Scope(""), need=need), conversation=False).lease
+    await asyncio.gather(
+        rig.runtime.saver.before_request(lease, None, 0), rig.runtime._take_back(("slot", SlotId(0)))
+    )
+    assert len(rig.engine.moved("save")) == before + 1
+    (entry,) = rig.durable.shelf.catalogue
+    assert len(entry.tokens) > 300
+    rig.runtime.finish(lease, clean=True, content=Content.NOTHING)
+
+
+async def test_what_was_emptied_while_it_was_saved_does_not_count(proxies):
+    """The file is whole, and of nothing."""
+    rig = await proxies(idle_save_s=1000.0)
+    await turn(rig, "a", "first")
+    await rig.durable.sessions.keep_idle(0.0)
+    await turn(rig, "a", "first", "second")
+    (entry,) = rig.durable.shelf.catalogue
+    save = rig.runtime.client.save_slot
+
+    async def emptied(slot, name):
+        held = rig.engine.sequences[0]
+        held.tokens = held.tokens[:2]
+        return await save(slot, name)
+
+    rig.runtime.client.save_slot = emptied
+    await rig.durable.sessions.keep_idle(0.0)
+    assert list(rig.durable.shelf.catalogue) == [entry]

@@ -8,7 +8,7 @@ from api.rig import until
 from pooling.steps import SCOPE, TOKENS, create, every_cell_has_its_owner, ids, take_all, talked
 
 from polykv_proxy import runtime
-from polykv_proxy.core.types import PoolState, as_tokens
+from polykv_proxy.core.types import PoolState, SlotId, as_tokens
 from polykv_proxy.errors import (
     EngineGoneError,
     PolyKVError,
@@ -16,6 +16,7 @@ from polykv_proxy.errors import (
     SaturatedError,
     UnavailableError,
 )
+from polykv_proxy.saver import NoSaver
 
 
 async def test_a_pool_that_waited_across_a_restart_is_not_computed(rig):
@@ -195,3 +196,21 @@ async def test_a_pool_that_does_not_fit_beside_those_who_run_is_refused(rig):
     assert rig.runtime.plane.tree.sequences_used == 0
     rig.engine.cells = 4096
     assert (await create(rig))[1]
+
+
+async def test_what_a_pool_displaces_is_saved_only_when_nobody_else_is_at_it(rig):
+    """Its slot is being emptied for its cells: what is saved of it then would be nothing."""
+    order = []
+
+    class Noting(NoSaver):
+        async def before_request(self, lease, tokens, held):
+            order.append("saved")
+
+    rig.runtime.saver = Noting()
+    async with rig.runtime.still(SlotId(0)), rig.runtime.still(SlotId(1)):
+        task = create(rig)
+        await until(lambda: rig.idle < len(rig.engine.sequences))
+        await asyncio.sleep(0.02)
+        order.append("emptied")
+    await task
+    assert order == ["emptied", "saved"]
