@@ -65,6 +65,10 @@ class Session:
     """Its last request whose answer went out whole: what the slot holds since is worth saving."""
     saved: LeaseId | None = None
     """The one that the state on disk is of."""
+    refused: LeaseId | None = None
+    """The one that could not be saved."""
+    refused_at: float = 0.0
+    """When that was."""
     saved_as: str | None = None
     """The key of that state."""
     config: dict[str, str] = field(default_factory=dict)

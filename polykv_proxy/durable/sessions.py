@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from polykv_proxy.core.catalogue import Kind, Reason, goes_on, pays
-from polykv_proxy.core.types import common_prefix
+from polykv_proxy.core.types import MEDIUM, common_prefix
 from polykv_proxy.durable.identity import config_of
 from polykv_proxy.durable.shelf import Label
 from polykv_proxy.errors import EngineGoneError, PolyKVError
@@ -43,6 +43,9 @@ log = structlog.get_logger(__name__)
 
 MAX_CONFIGS = 256
 """Configurations whose digests are remembered."""
+
+RETRY_S = 300.0
+"""Seconds after which an idle conversation that could not be saved is tried again."""
 
 ROOM_TOKENS = 16
 """A slot that runs may take so many cells while a state is restored."""
@@ -112,8 +115,13 @@ class SavedSessions:
         if session is not None:
             await self._to_the_end(self._save(slot, session))
 
-    async def keep_idle(self, idle_s: float) -> None:
-        """Save the conversations that nobody went on with for so long; 0: all."""
+    async def keep_idle(self, idle_s: float, *, last: bool = False) -> None:
+        """Save the conversations that nobody went on with for so long; 0: all.
+
+        Args:
+            idle_s: seconds.
+            last: whether there is no other time: also those that could not be saved a moment ago.
+        """
         now = monotonic()
         for slot in list(self._plane.board):
             session = slot.session
@@ -122,6 +130,8 @@ class SavedSessions:
                 or not slot.idle
                 or not self._has_news(session)
                 or now - slot.last_used < idle_s
+                or _holds_media(slot)
+                or (not last and session.refused == session.delivered and now - session.refused_at < RETRY_S)
             ):
                 continue
             lease = self._runtime.borrow(slot.slot)
@@ -166,6 +176,8 @@ class SavedSessions:
         entry = await shelf.save(label, held.tokens, write, others)
         if entry is not None:
             session.saved, session.saved_as = delivered, entry.state.key
+        else:
+            session.refused, session.refused_at = delivered, monotonic()
 
     def _has_news(self, session: Session) -> bool:
         """Whether a whole answer left more of it in its last slot than is on disk."""
@@ -343,6 +355,11 @@ class SavedSessions:
             raise
         if not going.cancelled() and (error := going.exception()) is not None:
             log.info("kv_not_moved", reason=str(error))
+
+
+def _holds_media(slot: Slot) -> bool:
+    """Whether a slot holds media, as far as the proxy knows: they have no tokens to find the state by."""
+    return slot.tokens is not None and MEDIUM in slot.tokens
 
 
 def _seen(sample: EngineSample, number: SlotId) -> SlotSample | None:

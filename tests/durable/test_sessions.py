@@ -10,7 +10,8 @@ from api.rig import CHAT, chat, until
 from polykv_proxy.core.catalogue import Reason
 from polykv_proxy.core.cells import need_of_pool
 from polykv_proxy.core.slots import Ask, Content
-from polykv_proxy.core.types import Scope, SlotId
+from polykv_proxy.core.types import MEDIUM, Scope, SlotId, as_tokens
+from polykv_proxy.durable.sessions import RETRY_S
 
 
 async def turn(rig, name, *contents, **more):
@@ -466,3 +467,37 @@ async def test_what_was_emptied_while_it_was_saved_does_not_count(proxies):
     rig.runtime.client.save_slot = emptied
     await rig.durable.sessions.keep_idle(0.0)
     assert list(rig.durable.shelf.catalogue) == [entry]
+
+
+async def test_what_cannot_be_saved_is_not_written_out_again_and_again(proxies):
+    """Not before some time went by, the conversation went on, or the proxy stops."""
+    rig = await proxies(idle_save_s=1000.0)
+    await turn(rig, "a", "y" * 300)
+    rig.engine.full = True
+    before = len(rig.engine.moved("save"))
+    for _ in range(4):
+        await rig.durable.sessions.keep_idle(0.0)
+    assert len(rig.engine.moved("save")) == before + 1
+    await rig.durable.drain()
+    assert len(rig.engine.moved("save")) == before + 2
+    rig.runtime.plane.sessions.get("a").refused_at -= RETRY_S
+    await rig.durable.sessions.keep_idle(0.0)
+    assert len(rig.engine.moved("save")) == before + 3
+    await turn(rig, "a", "y" * 300, "more")
+    await rig.durable.sessions.keep_idle(0.0)
+    assert len(rig.engine.moved("save")) == before + 4
+    rig.engine.full = False
+    await turn(rig, "a", "y" * 300, "more", "again")
+    await rig.durable.sessions.keep_idle(0.0)
+    assert keys(rig) == ["a"]
+
+
+async def test_media_are_not_written_at_all(proxies):
+    """Where the proxy knows that there are some."""
+    rig = await proxies(idle_save_s=1000.0)
+    await turn(rig, "a", "y" * 300)
+    before = len(rig.engine.moved("save"))
+    rig.runtime.plane.board.slots[0].tokens = as_tokens([1, 2, MEDIUM])
+    await rig.durable.sessions.keep_idle(0.0)
+    await rig.durable.drain()
+    assert len(rig.engine.moved("save")) == before
