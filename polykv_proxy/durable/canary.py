@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from polykv_proxy.core.types import SlotId
 from polykv_proxy.engine import slotfile, trial
-from polykv_proxy.errors import BadRequestError, NotFoundError, UnavailableError
+from polykv_proxy.errors import BadRequestError, EngineGoneError, NotFoundError, UnavailableError
 
 if TYPE_CHECKING:
     from polykv_proxy.core.types import EngineFacts
@@ -30,6 +30,9 @@ async def sings(client: EngineClient, store: Store, facts: EngineFacts, window: 
         store: where its files are.
         facts: its sizes.
         window: tokens of the model's sliding window, if it has one.
+
+    Raises:
+        EngineGoneError, UnavailableError: it went, or did not answer in time.
     """
     length = max(trial.TEST_TOKENS, (window or 0) + BEYOND_WINDOW)
     if length > facts.ctx_tokens // 2:
@@ -48,6 +51,8 @@ async def sings(client: EngineClient, store: Store, facts: EngineFacts, window: 
             client, name, ends, facts.ctx_tokens, length=length, on_saved=look
         )
     except (BadRequestError, NotFoundError, UnavailableError) as error:
+        if isinstance(error, EngineGoneError) or error.code == "engine_timeout":
+            raise  # nothing is known; it is tried again
         return f"the engine does not save and restore: {error.message}"
     finally:
         await asyncio.to_thread(store.discard, name)

@@ -39,8 +39,9 @@ _VALUES: dict[str, tuple[str, ...]] = {
     "yarn_beta_fast": ("--yarn-beta-fast",),
     "grp_attn_n": ("-gan", "--grp-attn-n"),
     "grp_attn_w": ("-gaw", "--grp-attn-w"),
-    "override_kv": ("--override-kv",),
 }
+_LISTS: dict[str, tuple[str, ...]] = {"override_kv": ("--override-kv",)}
+"""May be given several times, or several in one word, and all count."""
 _CONTROL_VECTORS = ("--control-vector", "--control-vector-scaled")
 _PROJECTOR = ("-mm", "--mmproj")
 
@@ -79,6 +80,7 @@ def model_id(parts: Mapping[str, Any]) -> str:
 def options_of(words: Sequence[str]) -> dict[str, Any]:
     """Those of an engine's arguments that change KV bytes, each under one name; of several the last."""
     found: dict[str, Any] = {}
+    lists: dict[str, list[str]] = {}
     for at, word in enumerate(words):
         option, equals, joined = word.partition("=")
         option = option.replace("_", "-") if option.startswith("--") else option
@@ -89,7 +91,15 @@ def options_of(words: Sequence[str]) -> dict[str, Any]:
         for name, spellings in _VALUES.items():
             if option in spellings:
                 found[name] = _number(value)
-    return found
+        for name, spellings in _LISTS.items():
+            if option in spellings:
+                lists.setdefault(name, []).extend(value.split(","))
+    return found | {name: sorted(values, key=_subject) for name, values in lists.items()}
+
+
+def _subject(item: str) -> str:
+    """What an item of a list sets: of several for one thing the order may count."""
+    return item.partition("=")[0]
 
 
 def projector_of(words: Sequence[str]) -> str | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -19,12 +20,11 @@ from polykv_proxy.durable import canary, gguf, identity
 from polykv_proxy.durable.pools import SavedPools
 from polykv_proxy.durable.sessions import SavedSessions, has_adapters
 from polykv_proxy.durable.shelf import Shelf
-from polykv_proxy.errors import BadRequestError, NotFoundError, PolyKVError
+from polykv_proxy.errors import BadRequestError, NotFoundError, PolyKVError, UnavailableError
 from polykv_proxy.saver import model_digest
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from pathlib import Path
 
     from polykv_proxy.config import DurableSettings
     from polykv_proxy.core.decisions import Lease
@@ -37,6 +37,9 @@ log = structlog.get_logger(__name__)
 
 ROUND_S = 1.0
 """Between two looks for what is to be saved."""
+
+MAX_TRIES = 3
+"""Of one load of the engine, while it does not answer."""
 
 
 class Durable:
@@ -71,6 +74,8 @@ class Durable:
         )
         self.pools = SavedPools(runtime, pooling, self.shelf, recent_s=settings.pool_recent_s)
         self._epoch = ""
+        self._tried, self._tries = "", 0
+        """Load of the engine that was tried last, and how often."""
         self._adapters: list[tuple[str, float]] = []
         self._files: dict[tuple[str, int, int], gguf.Gguf] = {}
         """By name, size and time."""
@@ -92,7 +97,8 @@ class Durable:
             if known != shelf.model_id:
                 self._adapters_changed()
             return shelf.model_id
-        self._epoch, shelf.model_id, shelf.bytes_per_token = facts.epoch, known, facts.bytes_per_cell
+        self._epoch, shelf.reason = "", "the engine was not tried yet"  # if this comes to nothing
+        shelf.model_id, shelf.bytes_per_token = known, facts.bytes_per_cell
         if not self._settings.enabled:
             shelf.reason = "durable.enabled is false"
         elif capability is not Capability.ZERO_COPY:
@@ -106,10 +112,23 @@ class Durable:
         elif (await client.counters()).busy:
             shelf.reason = "others were at work in the engine when it was to be tried"
         else:
-            shelf.reason = await canary.sings(client, shelf.store, facts, window)
+            shelf.reason = await self._try(facts, window)
+        self._epoch = facts.epoch
         report = log.info if shelf.on or not self._settings.enabled else log.warning
         report("durable_kv", engine=self._runtime.name, on=shelf.on, reason=shelf.reason)
         return known
+
+    async def _try(self, facts: EngineFacts, window: int | None) -> str | None:
+        """See ``canary.sings``; an engine that never answers it in time is used without (rule 1)."""
+        if facts.epoch != self._tried:
+            self._tried, self._tries = facts.epoch, 0
+        self._tries += 1
+        try:
+            return await canary.sings(self._runtime.client, self.shelf.store, facts, window)
+        except UnavailableError as error:
+            if self._tries < MAX_TRIES:
+                raise
+            return f"the engine does not save and restore: {error.message}"
 
     async def _parts(self, reported: Mapping[str, str]) -> tuple[dict[str, Any] | None, int | None]:
         """The parts of the model's id and its window; None for what cannot be read."""
@@ -141,8 +160,7 @@ class Durable:
         Raises:
             OSError, NotGgufError: see ``gguf.read``.
         """
-        assert self._model is not None
-        path = self._model.parent / path
+        path = Path(path)  # a relative one is the engine's, which runs in our folder
         found = await asyncio.to_thread(path.stat)
         known = (str(path), found.st_size, found.st_mtime_ns)
         if known not in self._files:
@@ -269,7 +287,7 @@ class Durable:
             async with asyncio.timeout(self._settings.drain_s):
                 if await self._same_adapters():
                     await self.pools.keep()
-                    await self.sessions.keep_idle(0.0)
+                    await self.sessions.keep_idle(0.0, last=True)
         except TimeoutError:
             log.warning("durable_drain_cut_short", engine=self._runtime.name)
         except PolyKVError as error:

@@ -231,3 +231,14 @@ def test_a_flipped_setting_finds_its_old_hash_again():
         at = dice.randrange(len(choices))
         assert seen.setdefault(at, config_hash(config(**choices[at]))) == config_hash(config(**choices[at]))
     assert len(set(seen.values())) == len(seen)
+
+
+def test_of_what_may_be_given_several_times_all_counts():
+    """In any order, each in a word of its own or several in one."""
+    one, two, other = "a=int:1", "b=int:2", "a=int:3"
+    apart = options_of(["--override-kv", one, "--override-kv", two])
+    assert apart == options_of(["--override-kv", two, f"--override-kv={one}"])
+    assert apart == options_of(["--override-kv", f"{one},{two}"])
+    assert apart != options_of(["--override-kv", other, "--override-kv", two])
+    assert apart != options_of(["--override-kv", two])
+    assert options_of(["--override-kv", f"{one},{other}"]) != options_of(["--override-kv", f"{other},{one}"])

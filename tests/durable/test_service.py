@@ -7,7 +7,8 @@ from durable.files import PAIRS, gguf_bytes
 from durable.test_sessions import keys, prompt_of, turn
 from polykv_proxy.core.plane import ControlPlane
 from polykv_proxy.core.types import Capability, EngineFacts
-from polykv_proxy.durable.service import Durable
+from polykv_proxy.durable.service import MAX_TRIES, Durable
+from polykv_proxy.errors import UnavailableError
 from polykv_proxy.runtime import Runtime
 
 
@@ -53,7 +54,7 @@ async def test_adapters_are_part_of_the_model(proxies, tmp_path):
     (tmp_path / "l.gguf").write_bytes(gguf_bytes([("general.type", "adapter")]))
 
     def with_scale(scale):
-        return lambda fake: fake.adapters.append({"id": 0, "path": "l.gguf", "scale": scale})
+        return lambda fake: fake.adapters.append({"id": 0, "path": str(tmp_path / "l.gguf"), "scale": scale})
 
     plain, half = await proxies(), await proxies(prepare=with_scale(0.5))
     full = await proxies(prepare=with_scale(1.0))
@@ -77,7 +78,8 @@ async def test_an_adapter_that_cannot_be_read(proxies):
 async def test_adapters_that_changed_while_nobody_looked(proxies, tmp_path):
     """The supervisor lost sight of the engine, which is the same: what is in its slots is of the old ones."""
     (tmp_path / "l.gguf").write_bytes(gguf_bytes([("general.type", "adapter")]))
-    rig = await proxies(prepare=lambda fake: fake.adapters.append({"path": "l.gguf", "scale": 0.5}))
+    adapter = {"path": str(tmp_path / "l.gguf"), "scale": 0.5}
+    rig = await proxies(prepare=lambda fake: fake.adapters.append(adapter))
     before = rig.durable.shelf.model_id
     rig.down()
     rig.engine.adapters[0]["scale"] = 1.0
@@ -148,3 +150,55 @@ async def test_the_gate_is_open_where_nothing_can_come_back(proxies, folder, tmp
     )
     assert fresh.is_settled is (folder == "none")
     assert await fresh.settled(0.0) is (True if folder == "none" else None)
+
+
+async def test_relative_paths_are_the_engines(proxies, tmp_path, monkeypatch):
+    """It runs where the proxy does, and not where its model is."""
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "l.gguf").write_bytes(gguf_bytes([("general.type", "adapter")]))
+    monkeypatch.chdir(tmp_path / "here")
+    rig = await proxies(prepare=lambda fake: fake.adapters.append({"path": "l.gguf", "scale": 1.0}))
+    assert rig.durable.shelf.on
+
+
+@pytest.mark.parametrize("call", ["counters", "restore_slot"])
+async def test_a_look_that_failed_is_no_verdict(proxies, call):
+    """The next one tries; until then nothing is saved."""
+    rig = await proxies()
+    rig.down()
+    rig.engine.restart()
+    client, durable = rig.runtime.client, rig.durable
+    facts, _, reported = await client.describe()
+    was = getattr(client, call)
+
+    async def slow(*_):
+        raise UnavailableError("the engine did not answer within 5 s", code="engine_timeout")
+
+    setattr(client, call, slow)
+    with pytest.raises(UnavailableError):
+        await durable.meet(facts, Capability.ZERO_COPY, reported)
+    assert not durable.shelf.on
+    setattr(client, call, was)
+    before = len(rig.engine.moves)
+    await durable.meet(facts, Capability.ZERO_COPY, reported)
+    assert durable.shelf.on
+    assert len(rig.engine.moves) > before
+
+
+async def test_an_engine_that_never_answers_the_canary_serves_without(proxies, monkeypatch):
+    """Requests do not wait for ever for what is only worth something to them."""
+    monkeypatch.setattr("polykv_proxy.runtime.RETRY_READY_S", 0.0)
+    rig = await proxies()
+    rig.down()
+    rig.engine.restart()
+    tries = []
+
+    async def slow(*_):
+        tries.append(1)
+        raise UnavailableError("the engine did not answer within 5 s", code="engine_timeout")
+
+    rig.runtime.client.restore_slot = slow
+    await rig.up()
+    assert len(tries) == MAX_TRIES
+    assert "did not answer" in rig.durable.status()["reason"]
+    await turn(rig, "a", "first")
