@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from polykv_proxy.core.catalogue import Catalogue
 from polykv_proxy.durable.identity import config_hash
-from polykv_proxy.durable.store import Store, sidecar_name
+from polykv_proxy.durable.store import Store, StoreError, sidecar_name
 from polykv_proxy.engine import slotfile
 from polykv_proxy.engine.filelock import try_lock
 from polykv_proxy.errors import ConflictError
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-    from polykv_proxy.core.catalogue import Retention
+    from polykv_proxy.core.catalogue import Retention, SavedState
 
 FIRST_TOKENS = 8
 
@@ -58,7 +58,7 @@ class Folder:
 
     def wrong(self) -> list[str]:
         """What is wrong, every byte looked at; a line each."""
-        reasons = {entry.state.file: self.store.check(entry.state) for entry in self.catalogue}
+        reasons = {entry.state.file: _why_wrong(self.store, entry.state) for entry in self.catalogue}
         return [*self.problems, *(f"{file}: {why}" for file, why in reasons.items() if why is not None)]
 
     def claim(self) -> int:
@@ -138,9 +138,17 @@ def inspect(file: Path, *, all_tokens: bool) -> dict[str, Any]:
                 "model_id": one.state.model_id,
                 "config_hash": config_hash(one.state.config),
                 "sidecar": sidecar_name(one.state),
-                "right": Store(file.parent).check(one.state) is None,
+                "right": _why_wrong(Store(file.parent), one.state) is None,
             }
     return found
+
+
+def _why_wrong(store: Store, state: SavedState) -> str | None:
+    """What is wrong with a state's file, or why nobody can tell."""
+    try:
+        return store.check(state)
+    except StoreError as error:
+        return error.message
 
 
 def table(rows: Iterable[dict[str, Any]], now_ts: float) -> str:

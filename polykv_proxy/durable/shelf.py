@@ -230,7 +230,11 @@ class Shelf:
 
     async def check(self, entry: Entry) -> bool:
         """Whether a state's file is what was saved; one that is not goes."""
-        wrong = await asyncio.to_thread(self.store.check, entry.state)
+        try:
+            wrong = await asyncio.to_thread(self.store.check, entry.state)
+        except StoreError as error:
+            self.failed("restore", error.message, key=entry.state.key)
+            return False
         if wrong is None:
             return True
         log.warning("saved_state_refused", key=entry.state.key, file=entry.state.file, reason=wrong)

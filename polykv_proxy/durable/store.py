@@ -10,7 +10,8 @@ Rule 1: the rename of the sidecar is the commit. Whatever happens before it leav
 happens after it the new one: a ``.bin`` that no sidecar names is nobody's.
 Rule 2: a state is believed only after its sidecar's checksum, the size, the tokens and the digest of its file
 agree; the last before every use. The engine does not survive a file that was cut.
-Rule 3: nothing is touched that does not have a name of ours.
+Rule 3: nothing is touched that does not have a name of ours; nor what cannot be read now, which says nothing
+of what it is.
 Rule 4: files are as sensitive as the conversations in them: 0600, in a folder of 0700.
 """
 
@@ -89,7 +90,9 @@ class Store:
     # -- what is there -----------------------------------------------------------------------------------
 
     def open(self) -> tuple[list[Found], list[str]]:
-        """All states that can be believed, and what was wrong with others, a line each; those are removed.
+        """All states that can be believed, and what was wrong with others, a line each.
+
+        Those are removed, but for what could not be read (rule 3).
 
         Raises:
             StoreError: the folder cannot be used.
@@ -100,28 +103,38 @@ class Store:
             names = self._names()
         except OSError as error:
             raise StoreError(f"{self.folder}: {error.strerror}") from None
-        found, problems = self.scan()
+        found, problems, unread = self._scan(names)
         named = {one.state.file for one in found} | {sidecar_name(one.state) for one in found}
         for name in names:
-            if name not in named:  # of a save that came to nothing, or what was damaged
+            if (
+                name not in named and _stem(name) not in unread
+            ):  # of a save that came to nothing, or what was damaged
                 self._remove(name)
         return found, problems
 
     def scan(self) -> tuple[list[Found], list[str]]:
         """What can be believed, and what not; nothing is changed."""
-        found: list[Found] = []
-        problems: list[str] = []
         try:
             names = self._names()
         except OSError as error:
             return [], [f"{self.folder}: {error.strerror}"]
+        found, problems, _ = self._scan(names)
+        return found, problems
+
+    def _scan(self, names: list[str]) -> tuple[list[Found], list[str], set[str]]:
+        """And of what could not be read: the common start of its files' names."""
+        found: list[Found] = []
+        problems: list[str] = []
+        unread: set[str] = set()
         for name in names:
             if name.endswith(".json"):
                 try:
                     found.append(self.read(name))
                 except (OSError, sidecar.BadSidecarError, UnavailableError) as error:
                     problems.append(f"{name}: {error}")
-        return found, problems
+                    if not _is_wrong(error):
+                        unread.add(_stem(name))
+        return found, problems, unread
 
     def _names(self) -> list[str]:
         return sorted(path.name for path in self.folder.iterdir() if _OURS.match(path.name))
@@ -257,13 +270,18 @@ class Store:
     # -- use and end -------------------------------------------------------------------------------------
 
     def check(self, state: SavedState) -> str | None:
-        """What is wrong with a state's file, by its size, tokens and digest; None if nothing is."""
+        """What is wrong with a state's file, by its size, tokens and digest; None if nothing is.
+
+        Raises:
+            StoreError: it cannot be read now, which says nothing of what it is (rule 3).
+        """
         try:
             return _wrong(self.folder / state.file, state)
-        except OSError as error:
-            return str(error.strerror)
-        except UnavailableError as error:
-            return error.message
+        except (OSError, UnavailableError) as error:
+            reason = str(error.strerror) if isinstance(error, OSError) else error.message
+            if _is_wrong(error):
+                return reason
+            raise StoreError(f"{state.file}: {reason}") from None
 
     def touch(self, entry: Entry) -> None:
         """Note on disk when it was last used."""
@@ -296,6 +314,18 @@ def digest_of(file: Path) -> str:
         while chunk := data.read(_CHUNK):
             state.update(chunk)
     return state.hexdigest()
+
+
+def _is_wrong(error: Exception) -> bool:
+    """Whether an error tells that a state is not what it should be, or only that nobody could look."""
+    if isinstance(error, OSError):
+        return isinstance(error, FileNotFoundError)
+    return not isinstance(error, slotfile.UnreadableError)
+
+
+def _stem(name: str) -> str:
+    """What the names of all files of one identity begin with."""
+    return name[: len("kv-") + 32]
 
 
 def _wrong(file: Path, state: SavedState) -> str | None:

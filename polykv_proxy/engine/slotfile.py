@@ -31,6 +31,15 @@ _MAX_WORDS = 1 << 26
 """No context is as long; beyond it the file is something else."""
 
 
+class UnreadableError(UnavailableError):
+    """A slot file cannot be read now, which says nothing of what is in it."""
+
+    code = "slot_file_unreadable"
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__(f"the slot file cannot be read: {error.strerror}")
+
+
 def read_file(path: Path) -> Tokens:
     """Token ids of a slot file.
 
@@ -41,7 +50,7 @@ def read_file(path: Path) -> Tokens:
         with path.open("rb") as file:
             return read_tokens(file)
     except OSError as error:
-        raise UnavailableError(f"the slot file cannot be read: {error.strerror}", code="slot_file") from None
+        raise UnreadableError(error) from None
 
 
 def read_version(path: Path) -> int:
@@ -54,7 +63,7 @@ def read_version(path: Path) -> int:
         with path.open("rb") as file:
             head = file.read(_HEAD.size)
     except OSError as error:
-        raise UnavailableError(f"the slot file cannot be read: {error.strerror}", code="slot_file") from None
+        raise UnreadableError(error) from None
     if len(head) < _HEAD.size or not head.startswith(_MAGIC):
         raise UnavailableError("this is no slot file", code="slot_file")
     version: int = _HEAD.unpack(head)[1]

@@ -1,5 +1,6 @@
 """Claims about ``durable.offline``: saved states without a proxy."""
 
+import errno
 import os
 
 import pytest
@@ -98,3 +99,16 @@ def test_a_proxy_at_work_is_not_interfered_with(tmp_path, folder):
     finally:
         os.close(claim)
     assert len(offline.Folder(folder).listing()) == 2
+
+
+def test_a_file_that_cannot_be_read_now_is_told_of(tmp_path, monkeypatch):
+    """As one that is wrong."""
+    one = saved(Store(tmp_path), state(range(50)))
+    folder = offline.Folder(tmp_path)
+
+    def fails(*_, **__):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(type(tmp_path), "open", fails)
+    assert "Too many open files" in folder.wrong()[0]
+    assert one.file in folder.wrong()[0]

@@ -1,6 +1,7 @@
 """Claims about ``durable.shelf``: catalogue and files stay in step, and nobody suffers from the disk."""
 
 import asyncio
+import errno
 
 import pytest
 
@@ -182,3 +183,19 @@ async def test_a_folder_that_cannot_be_read_says_why(tmp_path):
     path.write_bytes(b"")
     shelf = Shelf(path, Retention(), Metrics(ControlPlane(max_waiting=1)), lambda: 0.0)
     assert "exists" in await shelf.open()
+
+
+async def test_a_file_that_cannot_be_read_now_stays(tmp_path, monkeypatch):
+    """It is not restored, and nobody knows that it is wrong."""
+    bench = Bench(tmp_path)
+    entry = await bench.save(range(100))
+
+    def fails(*_, **__):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(tmp_path), "open", fails)
+        assert not await bench.shelf.check(entry)
+    assert list(bench.shelf.catalogue) == [entry]
+    assert bench.shelf.metrics.restores["failed"] == 1
+    assert await bench.shelf.check(entry)

@@ -228,3 +228,33 @@ def test_a_folder_that_cannot_be_used_says_why(tmp_path):
     with pytest.raises(StoreError, match=r"exists|directory"):
         store.open()
     assert Store(tmp_path / "none" / "none").free_bytes() is None
+
+
+@pytest.mark.parametrize("what", ["sidecar", "file", "head"])
+def test_what_cannot_be_read_now_is_left_alone(tmp_path, what, monkeypatch):
+    """Too many files are open, or the disk is slow to come back: at the next start all is there."""
+    one = saved(Store(tmp_path), state(OLD))
+    other = saved(Store(tmp_path), state(NEW, key="other"))
+    before = files(tmp_path)
+
+    def fails(name):
+        was = getattr(type(tmp_path), name)
+
+        def method(path, *more, **named):
+            if path.name == (sidecar_name(one) if what == "sidecar" else one.file):
+                raise OSError(errno.EMFILE, "Too many open files")
+            return was(path, *more, **named)
+
+        return method
+
+    with monkeypatch.context() as patch:
+        name = {"sidecar": "read_bytes", "file": "stat", "head": "open"}[what]
+        patch.setattr(type(tmp_path), name, fails(name))
+        found, problems = Store(tmp_path).open()
+    assert [each.state for each in found] == [other]
+    assert "Too many open files" in problems[0]
+    assert files(tmp_path) == before
+    assert len(opened(tmp_path)[0]) == 2
+    (tmp_path / one.file).unlink()
+    assert len(opened(tmp_path)[0]) == 1
+    assert sidecar_name(one) not in files(tmp_path)  # what is gone is no reason to wait
