@@ -85,9 +85,7 @@ class CacheApi:
         """
         key, scope = request.match_info["key"], self._sees(request)
         deleted = [
-            count
-            for _, durable in self._savers()
-            if (count := await durable.shelf.delete(key, scope, durable.sessions.busy)) is not None
+            count for _, durable in self._savers() if (count := await durable.delete(key, scope)) is not None
         ]
         if not deleted:
             raise NotFoundError(f"nothing is saved under {key}", code="cache_not_found", param="key")

@@ -222,13 +222,8 @@ class Catalogue:
         return sorted(found, key=lambda entry: len(entry.tokens))
 
     def under(self, key: str, scope: Scope | None) -> list[Entry]:
-        """Entries of a key and of all keys nested below it, as seen from a scope (None sees all)."""
-        return [
-            entry
-            for entry in self
-            if scope in (None, entry.scope)
-            and (entry.state.key == key or entry.state.key.startswith(f"{key}/"))
-        ]
+        """Entries of a key, as seen from a scope (None sees all); see ``is_under``."""
+        return [entry for entry in self if scope in (None, entry.scope) and is_under(entry.state.key, key)]
 
     def tombstones(self, scope: Scope | None) -> list[Tombstone]:
         """What went, latest first."""
@@ -276,6 +271,11 @@ class Catalogue:
             idle.append(entry)
             over -= entry.state.file_bytes
         return idle
+
+
+def is_under(key: str, above: str) -> bool:
+    """Whether a key is another, nested below it, or a further conversation of its name, as ``name#2``."""
+    return key == above or key.startswith((f"{above}/", f"{above}#"))
 
 
 def _is_pinned(entry: Entry) -> bool:

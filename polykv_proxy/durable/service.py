@@ -240,6 +240,10 @@ class Durable:
         """See ``Saver``."""
         return self.shelf.on and await self.sessions.on_close(session, keep=keep)
 
+    async def delete(self, key: str, scope: Scope | None) -> int | None:
+        """See ``Shelf.delete``."""
+        return await self.shelf.delete(key, scope, self.sessions.busy, self.sessions.forget)
+
     async def _same_adapters(self) -> bool:
         """Whether the LoRA set is what the model's id says; once it is not, saved KV could be either's."""
         if not self._adapters:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from polykv_proxy.core.catalogue import Kind, Reason, goes_on, pays
-from polykv_proxy.core.types import MEDIUM, common_prefix
+from polykv_proxy.core.types import MEDIUM, PoolId, common_prefix
 from polykv_proxy.durable.identity import config_of
 from polykv_proxy.durable.shelf import Label
 from polykv_proxy.errors import EngineGoneError, PolyKVError
@@ -254,7 +254,8 @@ class SavedSessions:
         if session is None or session.saved_as is None or session.saved != session.delivered:
             return 0
         entries = self._shelf.catalogue.under(session.saved_as, session.scope)
-        held = (entry for entry in entries if entry.state.model_id == self._shelf.model_id)
+        here = (session.saved_as, self._shelf.model_id)
+        held = (entry for entry in entries if (entry.state.key, entry.state.model_id) == here)
         return max((common_prefix(entry.tokens, tokens) for entry in held), default=0)
 
     async def _restore(self, lease: Lease, session: Session, entry: Entry, matched: int) -> None:
@@ -320,8 +321,24 @@ class SavedSessions:
         await self._shelf.remove(entry, Reason.INEFFECTIVE)
 
     def busy(self, entry: Entry) -> bool:
-        """Whether the session whose state it is runs now."""
-        return any(each.running and self._key(each) == entry.state.key for each in self._plane.sessions)
+        """Whether the session whose state it is runs now, or the pool is there: it would be saved again."""
+        if entry.state.kind is Kind.POOL:
+            pool = self._plane.tree.get(PoolId(entry.state.key))
+            return pool is not None and pool.resident
+        return any(each.running for each in self._those_of(entry))
+
+    def forget(self, entry: Entry) -> None:
+        """A state is deleted: what its session left is not saved again before it goes on."""
+        for session in self._those_of(entry):
+            session.saved = session.delivered
+
+    def _those_of(self, entry: Entry) -> list[Session]:
+        """The sessions that save as a state."""
+        return [
+            each
+            for each in self._plane.sessions
+            if each.scope == entry.scope and self._key(each) == entry.state.key
+        ]
 
     async def on_close(self, session: Session, *, keep: bool) -> bool:
         """A session ends: its state stays on disk, or goes from there, too; returns whether it stays."""
@@ -334,6 +351,9 @@ class SavedSessions:
                 finally:
                     if not lease.ended:
                         self._runtime.returned(lease)
+        if not keep:
+            async with self._one:  # what is being saved is there, so that it can go
+                session.delivered = None  # and who waits to save it does not
         key = self._key(session)
         saved = [
             entry

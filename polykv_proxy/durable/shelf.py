@@ -1,6 +1,7 @@
 """One engine's saved states at work: the catalogue and the files behind it, kept in step.
 
-Rule 1: one save at a time, so that two of the same identity cannot cross; the engine does no more anyway.
+Rule 1: one save at a time, so that two of the same identity cannot cross; the engine does no more anyway. No
+removal crosses a save: what is being saved is in use, and so is what it replaces.
 Rule 2: what goes wrong on disk is counted, told once in the log and shown in the status; no request fails.
 Rule 3: a sweep comes at most every ``SWEEP_S`` seconds and on no request's way.
 """
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from polykv_proxy.core.catalogue import Catalogue, Kind, Reason, Retention, SavedState, goes_on
+from polykv_proxy.core.catalogue import Catalogue, Kind, Reason, Retention, SavedState, goes_on, is_under
 from polykv_proxy.core.types import as_tokens, common_prefix
 from polykv_proxy.durable.store import Store, StoreError
 from polykv_proxy.errors import ConflictError, PolyKVError
@@ -74,6 +75,8 @@ class Shelf:
         self.last_error: str | None = None
         self._on_this_host = folder is not None
         self.saving = asyncio.Lock()
+        self._coming: SavedState | None = None
+        """What is being saved."""
         self._opened = False
         self._told: str | None = None
         self._swept_at = 0.0
@@ -160,6 +163,10 @@ class Shelf:
         )
         self._require_room(n_tokens * self.bytes_per_token)
         before = self.catalogue.get(state.identity)
+        replaced = before
+        if replaced is not None:
+            replaced.holds += 1
+        self._coming = state
         name = self.store.temporary(state.identity)
         done = False
         try:
@@ -167,7 +174,8 @@ class Shelf:
             if before is not None and others is not None:
                 tokens = await asyncio.to_thread(self.store.tokens, name)
                 if not goes_on(common_prefix(before.tokens, tokens), len(before.tokens)):
-                    state, before = self._beside(state, others), None
+                    self._coming = state = self._beside(state, others)
+                    before = None
                     name = await asyncio.to_thread(self.store.rename, name, state.identity)
             draft = replace(
                 state, file=name, file_bytes=written.n_bytes, tokens=as_tokens([0]) * written.n_tokens
@@ -175,6 +183,9 @@ class Shelf:
             saved = await self._commit(draft, before)
             done = True
         finally:
+            self._coming = None
+            if replaced is not None:
+                replaced.holds -= 1
             if not done:
                 await asyncio.to_thread(self.store.discard, name)
         return saved
@@ -250,24 +261,43 @@ class Shelf:
 
     async def remove(self, entry: Entry, reason: Reason) -> bool:
         """A state goes; False if it is in use, or gone already."""
-        if not self.catalogue.remove(entry, reason, self.now_ts()):
+        if entry.holds:
             return False
-        await asyncio.to_thread(self.store.delete, entry.state)
+        async with self.saving:
+            if not self.catalogue.remove(entry, reason, self.now_ts()):
+                return False
+            await asyncio.to_thread(self.store.delete, entry.state)
         self._show()
         log.info("saved_state_gone", kind=entry.state.kind.value, key=entry.state.key, reason=reason.value)
         return True
 
-    async def delete(self, key: str, scope: Scope | None, busy: Callable[[Entry], bool]) -> int | None:
+    async def delete(
+        self,
+        key: str,
+        scope: Scope | None,
+        busy: Callable[[Entry], bool],
+        forget: Callable[[Entry], None] = lambda _: None,
+    ) -> int | None:
         """Delete a key's states and those of all keys below it; how many, None where there is none.
+
+        Args:
+            key: see ``Catalogue.under``.
+            scope: who asks; None sees all.
+            busy: whether somebody works with what a state is of.
+            forget: called with each, before it goes.
 
         Raises:
             ConflictError: one of them is in use; then nothing is deleted.
         """
         entries = self.catalogue.under(key, scope)
-        if not entries:
+        state = self._coming
+        comes = state is not None and scope in (None, state.scope) and is_under(state.key, key)
+        if not entries and not comes:
             return None
-        if any(entry.holds or busy(entry) for entry in entries):
+        if comes or any(entry.holds or busy(entry) for entry in entries):
             raise ConflictError(f"what is saved under {key} is in use", code="cache_in_use", param="key")
+        for entry in entries:
+            forget(entry)
         return sum([await self.remove(entry, Reason.DELETED) for entry in entries])
 
     async def sweep(self, now: float, *, due: bool = False) -> int:

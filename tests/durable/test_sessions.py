@@ -501,3 +501,58 @@ async def test_media_are_not_written_at_all(proxies):
     await rig.durable.sessions.keep_idle(0.0)
     await rig.durable.drain()
     assert len(rig.engine.moved("save")) == before
+
+
+async def test_who_is_closed_while_he_is_saved_is_forgotten(proxies):
+    """Nothing of him appears afterwards."""
+    rig = await proxies(idle_save_s=1000.0)
+    await turn(rig, "a", "y" * 300)
+    held = rig.engine.slow["/slots/0"] = asyncio.Event()
+    keeping = asyncio.create_task(rig.durable.sessions.keep_idle(0.0))
+    await until(rig.durable.shelf.saving.locked)
+    closing = rig.start("/polykv/sessions/a/close", {})
+    await asyncio.sleep(0.02)
+    held.set()
+    await keeping
+    assert (await closing).json["kept"] is False
+    assert keys(rig) == []
+    await rig.durable.sessions.keep_idle(0.0)
+    assert keys(rig) == []
+
+
+async def test_what_was_deleted_is_not_saved_again(proxies):
+    """Not what the session left before, of which there was more than on disk."""
+    rig = await proxies(idle_save_s=1000.0)
+    await turn(rig, "a", "first")
+    await rig.durable.sessions.keep_idle(0.0)
+    await turn(rig, "a", "first", "second")
+    assert (await rig.ask("/polykv/cache/a", method="DELETE")).json["deleted"] == 1
+    await rig.durable.sessions.keep_idle(0.0)
+    assert keys(rig) == []
+    await turn(rig, "a", "first", "second", "third")
+    await rig.durable.sessions.keep_idle(0.0)
+    assert keys(rig) == ["a"]
+
+
+async def test_deleting_a_name_deletes_all_its_conversations(proxies):
+    """Several run under one."""
+    rig = await proxies(slots=3, idle_save_s=1000.0)
+    await turn(rig, "foo", "y" * 300)
+    await rig.ask(CHAT, chat("another", "z" * 300, session_id="foo"))
+    await rig.ask(CHAT, chat("other", "z" * 300, session_id="food"))
+    await rig.durable.sessions.keep_idle(0.0)
+    before = keys(rig)
+    assert "food" in before
+    assert len(before) == 3
+    assert (await rig.ask("/polykv/cache/foo", method="DELETE")).json["deleted"] == 2
+    assert keys(rig) == ["food"]
+
+
+async def test_a_pool_that_is_there_keeps_its_state(proxies):
+    """It would be saved again: who wants to be rid of it releases it."""
+    rig = await proxies()
+    pool = await rig.pool()
+    await rig.durable.round()
+    assert keys(rig) == [pool["pool_id"]]
+    refused = await rig.ask(f"/polykv/cache/{pool['pool_id']}", method="DELETE")
+    assert (refused.status, refused.error["code"]) == (409, "cache_in_use")

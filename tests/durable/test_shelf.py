@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import threading
 
 import pytest
 
@@ -199,3 +200,71 @@ async def test_a_file_that_cannot_be_read_now_stays(tmp_path, monkeypatch):
     assert list(bench.shelf.catalogue) == [entry]
     assert bench.shelf.metrics.restores["failed"] == 1
     assert await bench.shelf.check(entry)
+
+
+@pytest.mark.parametrize("how", ["delete", "sweep"])
+async def test_what_is_being_replaced_does_not_go(tmp_path, how):
+    """Old and new have one sidecar: deleting the old would be deleting the new."""
+    reached, go_on = threading.Event(), threading.Event()
+    bench = Bench(tmp_path)
+    old = await bench.save(range(100))
+
+    def step(name):
+        if name == "sync_commit":
+            reached.set()
+            go_on.wait(10)
+
+    bench.shelf.store._on_step = step
+    saving = asyncio.create_task(bench.save(range(120)))
+    await asyncio.to_thread(reached.wait)
+    if how == "delete":
+        with pytest.raises(ConflictError, match="in use"):
+            await bench.shelf.delete("me", None, lambda _: False)
+    else:
+        bench.shelf.limits = Retention(max_bytes=0, min_free_bytes=0)
+        assert await bench.shelf.sweep(1.0, due=True) == 0
+    go_on.set()
+    new = await saving
+    assert new is not old
+    assert list(bench.shelf.catalogue) == [new]
+    again = Bench(tmp_path)
+    await again.shelf.open()
+    assert [entry.state for entry in again.shelf.catalogue] == [new.state]
+
+
+async def test_a_save_does_not_begin_in_the_middle_of_a_removal(tmp_path):
+    """Its sidecar would go with the old one's."""
+    bench = Bench(tmp_path)
+    old = await bench.save(range(100))
+    reached, go_on, delete = threading.Event(), threading.Event(), bench.shelf.store.delete
+
+    def slow(state):
+        reached.set()
+        go_on.wait(0.2)
+        delete(state)
+
+    bench.shelf.store.delete = slow
+    going = asyncio.create_task(bench.shelf.remove(old, Reason.SWEPT))
+    await asyncio.to_thread(reached.wait)
+    new = await bench.save(range(120))
+    go_on.set()
+    assert await going
+    assert await bench.shelf.check(new)
+    assert len(bench.files) == 2
+
+
+async def test_what_is_saved_for_the_first_time_is_in_use(tmp_path):
+    """It cannot be deleted yet, and would be there afterwards."""
+    bench = Bench(tmp_path)
+    told = []
+
+    async def write(name):
+        with pytest.raises(ConflictError):
+            await bench.shelf.delete("run", None, lambda _: False)
+        told.append(await bench.shelf.delete("run", Scope("other"), lambda _: False))
+        return SlotFile(100, engine_saves(tmp_path, name, range(100)))
+
+    label = Label(kind=Kind.SESSION, key="run/a", scope=Scope(""), config={})
+    assert await bench.shelf.save(label, 100, write) is not None
+    assert told == [None]
+    assert await bench.shelf.delete("run", None, lambda _: False) == 1

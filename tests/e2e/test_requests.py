@@ -247,7 +247,8 @@ async def test_a_slot_that_was_emptied(clean: Served) -> None:
     """POOL-17: through the proxy, and behind its back."""
     await ask(clean, body("lost"))
     for entry in (await clean.http.get("/polykv/cache")).json["entries"]:  # of others that say the same
-        assert (await clean.http("DELETE", f"/polykv/cache/{entry['key']}")).status == 200
+        answer = await clean.http("DELETE", f"/polykv/cache/{entry['key']}")
+        assert answer.status in (200, 404)  # it may have gone with one of its name
     await clean.empty_slots()
     _, record = await ask(clean, body("lost"))
     assert (record["continued"], record["divergence"]["cause"]) == (False, "slot_lost")
