@@ -3,7 +3,8 @@
 Rule 1: one save at a time, so that two of the same identity cannot cross; the engine does no more anyway. No
 removal crosses a save: what is being saved is in use, and so is what it replaces.
 Rule 2: what goes wrong on disk is counted, told once in the log and shown in the status; no request fails.
-Rule 3: a sweep comes at most every ``SWEEP_S`` seconds and on no request's way.
+Rule 3: a sweep comes at most every ``SWEEP_S`` seconds, with one more between them where the disk had no room
+for a save, and on no request's way.
 """
 
 from __future__ import annotations
@@ -80,6 +81,9 @@ class Shelf:
         self._opened = False
         self._told: str | None = None
         self._swept_at = 0.0
+        self._hurried_at: float | None = None
+        self._wanted: int | None = None
+        """Bytes that the disk had no room for."""
 
     @property
     def on(self) -> bool:
@@ -212,7 +216,7 @@ class Shelf:
             raise StoreError(f"it would take {n_bytes} bytes, more than may be saved at all")
         free = self.store.free_bytes()
         if free is not None and free - n_bytes < self.limits.min_free_bytes:
-            self._swept_at = 0.0  # the next round makes room
+            self._wanted = n_bytes  # the next round makes room
             raise StoreError(f"the disk has {free} bytes left, and {self.limits.min_free_bytes} stay free")
 
     async def restate(self, entry: Entry, pool: PoolRecord | None) -> None:
@@ -307,10 +311,15 @@ class Shelf:
             now: monotonic seconds.
             due: whether it is time anyway.
         """
-        if not due and self._swept_at and now - self._swept_at < SWEEP_S:
+        if self._wanted is not None and (self._hurried_at is None or now - self._hurried_at >= SWEEP_S):
+            self._hurried_at = now
+        elif not due and self._swept_at and now - self._swept_at < SWEEP_S:
             return 0
         self._swept_at = now
+        wanted, self._wanted = self._wanted or 0, None
         free = await asyncio.to_thread(self.store.free_bytes)
+        if free is not None:
+            free -= wanted
         gone = 0
         for entry in self.catalogue.overdue(self.limits, self.now_ts(), free):
             gone += await self.remove(entry, Reason.SWEPT)

@@ -268,3 +268,19 @@ async def test_what_is_saved_for_the_first_time_is_in_use(tmp_path):
     assert await bench.shelf.save(label, 100, write) is not None
     assert told == [None]
     assert await bench.shelf.delete("run", None, lambda _: False) == 1
+
+
+async def test_near_the_floor_of_the_disk_room_is_made_for_what_came(tmp_path):
+    """The disk has enough, and not for that as well; who still finds none waits for the next sweep."""
+    bench = Bench(tmp_path, min_free_bytes=900)
+    bench.shelf.store.free_bytes = lambda: 1000
+    for key in ("a", "b", "c", "d"):
+        await bench.save(range(100), key)
+    assert await bench.shelf.sweep(10.0) == 0
+    bench.shelf.bytes_per_token = 2
+    assert await bench.save(range(100), "you") is None
+    assert await bench.shelf.sweep(11.0) == 1
+    assert await bench.save(range(100), "you") is None
+    assert await bench.shelf.sweep(12.0) == 0
+    assert await bench.shelf.sweep(11.0 + SWEEP_S) == 1
+    assert await bench.shelf.sweep(11.0 + 2 * SWEEP_S) == 0  # nobody wanted any since
