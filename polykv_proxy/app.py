@@ -70,6 +70,9 @@ GC_THRESHOLDS = (50_000, 20, 100)
 PASS_THROUGH_HOLD_S = 10.0
 """How long a request that needs no slot waits for an engine that is starting."""
 
+DRAIN_GRACE_S = 1.0
+"""Beyond its own bound a drain has so long to stop."""
+
 POLICY_POLL_S = 2.0
 """Seconds between two looks at the policy file."""
 
@@ -146,7 +149,7 @@ class Proxy:
                 tasks.spawn(_keep(start.process, start.engine.name))
             tasks.spawn(self._watch_policies())
             stack.push_async_callback(_stop, starts)
-            stack.push_async_callback(_drain, starts)
+            stack.push_async_callback(_drain, starts, settings.durable.drain_s + DRAIN_GRACE_S)
             edge = Edge(routes.handle, render_error=render_error)
             stack.push_async_callback(edge.close, settings.drain_s)
             stack.callback(tps.close)
@@ -355,11 +358,21 @@ async def _keep(process: EngineProcess, name: str) -> None:
         log.exception("engine_supervision_failed", engine=name)
 
 
-async def _drain(starts: list[_Start]) -> None:
-    """Save the KV of all engines; each has a disk and a model of its own."""
-    async with asyncio.TaskGroup() as group:
-        for start in starts:
-            group.create_task(start.durable.drain())
+async def _drain(starts: list[_Start], within_s: float) -> None:
+    """Save the KV of all engines; each has a disk and a model of its own.
+
+    A save goes to its end whatever becomes of who wants it, so that its time is bounded from here. One that
+    is late ends with its engine, and nothing of it counts.
+    """
+    drains = [asyncio.get_running_loop().create_task(start.durable.drain()) for start in starts]
+    if not drains:
+        return
+    done, late = await asyncio.wait(drains, timeout=within_s)
+    for drain in done:
+        if not drain.cancelled() and (error := drain.exception()) is not None:
+            log.error("durable_drain_failed", reason=str(error))
+    if late:
+        log.warning("durable_drain_too_slow", engines=len(late), within_s=within_s)
 
 
 async def _stop(starts: list[_Start]) -> None:

@@ -1,12 +1,14 @@
 """Claims about ``app``: the parts are joined, start in order and stop in order."""
 
 import asyncio
+import contextlib
 import gc
 import json
 import os
 import signal
 import sys
 from dataclasses import asdict
+from types import SimpleNamespace
 
 import aiohttp
 import pytest
@@ -15,7 +17,7 @@ from api.rig import CHAT, chat, until
 from fake_polykv import FakePolykv
 
 from polykv_proxy import app
-from polykv_proxy.app import GC_THRESHOLDS, Proxy, quieten_collector
+from polykv_proxy.app import GC_THRESHOLDS, Proxy, _drain, quieten_collector
 from polykv_proxy.config import Settings, TelemetrySettings
 from polykv_proxy.engine import build
 from polykv_proxy.engine.build import Manifest
@@ -253,3 +255,27 @@ async def test_sighup_reads_the_policies_again(engine, tmp_path):
     finally:
         process.terminate()
         await process.wait()
+
+
+@pytest.mark.parametrize("how", ["late", "left"])
+async def test_a_drain_that_does_not_end_is_left(how):
+    """After its time, and at once at the second signal: the engines are to be stopped."""
+    over, begun = asyncio.Event(), asyncio.Event()
+
+    class Stuck:
+        async def drain(self):
+            begun.set()
+            while not over.is_set():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await over.wait()
+
+    start = SimpleNamespace(durable=Stuck())
+    draining = asyncio.create_task(_drain([start], 0.01 if how == "late" else 1000.0))
+    await begun.wait()
+    if how == "left":
+        draining.cancel()
+    async with asyncio.timeout(20.0):
+        await asyncio.wait([draining])
+    assert draining.cancelled() is (how == "left")
+    over.set()
+    assert await _drain([], 1.0) is None

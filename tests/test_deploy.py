@@ -53,7 +53,9 @@ def test_only_the_proxy_is_asked_to_stop_and_has_the_time_for_it(service):
     """The engine is the proxy's to stop, after the drain."""
     settings = config.Settings()
     assert service["KillMode"] == "mixed"
-    assert int(service["TimeoutStopSec"]) > settings.drain_s + settings.engine.stop_deadline_s
+    assert int(service["TimeoutStopSec"]) > (
+        settings.drain_s + settings.durable.drain_s + settings.engine.stop_deadline_s
+    )
 
 
 def test_unit_runs_a_command_that_exists(service):

@@ -368,11 +368,14 @@ class SavedSessions:
     async def _to_the_end(self, work: Coroutine[Any, Any, None]) -> None:
         """Do it all whoever leaves (rule 1), and only then go on, or leave."""
         going = self._runtime.background(work)
-        try:
-            await asyncio.wait([going])
-        except asyncio.CancelledError:
-            await asyncio.wait([going])
-            raise
+        left: asyncio.CancelledError | None = None
+        while not going.done():
+            try:
+                await asyncio.wait([going])
+            except asyncio.CancelledError as cancelled:
+                left = cancelled
+        if left is not None:
+            raise left
         if not going.cancelled() and (error := going.exception()) is not None:
             log.info("kv_not_moved", reason=str(error))
 

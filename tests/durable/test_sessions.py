@@ -556,3 +556,22 @@ async def test_a_pool_that_is_there_keeps_its_state(proxies):
     assert keys(rig) == [pool["pool_id"]]
     refused = await rig.ask(f"/polykv/cache/{pool['pool_id']}", method="DELETE")
     assert (refused.status, refused.error["code"]) == (409, "cache_in_use")
+
+
+async def test_however_often_its_caller_is_cancelled_a_save_goes_to_its_end(proxies):
+    """Its slot is kept until then."""
+    rig = await proxies(idle_save_s=1000.0)
+    await turn(rig, "a", "y" * 300)
+    held = rig.engine.slow["/slots/0"] = asyncio.Event()
+    keeping = asyncio.create_task(rig.durable.sessions.keep_idle(0.0))
+    await until(rig.durable.shelf.saving.locked)
+    for _ in range(3):
+        keeping.cancel()
+        await asyncio.sleep(0.01)
+        assert not keeping.done()
+    assert rig.idle == 0
+    held.set()
+    with pytest.raises(asyncio.CancelledError):
+        await keeping
+    assert keys(rig) == ["a"]
+    assert rig.idle == 1
