@@ -144,6 +144,8 @@ class Catalogue:
 
     def __init__(self) -> None:
         self._entries: dict[tuple[str, ...], Entry] = {}
+        self._keys: dict[tuple[Kind, Scope, str], dict[Entry, None]] = {}
+        """Entries by what they are of, whatever model and configuration."""
         self._sessions: dict[str, PrefixIndex[Entry]] = {}
         """Sessions by what they hold, one index a model."""
         self._counts: Counter[tuple[Scope, str]] = Counter()
@@ -169,6 +171,7 @@ class Catalogue:
             uses += before.uses
         entry = Entry(state, used_ts, uses)
         self._entries[state.identity] = entry
+        self._keys.setdefault((state.kind, state.scope, state.key), {})[entry] = None
         self.total_bytes += state.file_bytes
         self._tombstones.pop((state.kind, state.scope, state.key), None)
         if state.kind is Kind.SESSION:
@@ -198,6 +201,10 @@ class Catalogue:
     def _drop(self, entry: Entry) -> None:
         state = entry.state
         del self._entries[state.identity]
+        name = (state.kind, state.scope, state.key)
+        del self._keys[name][entry]
+        if not self._keys[name]:
+            del self._keys[name]
         self.total_bytes -= state.file_bytes
         if state.kind is Kind.SESSION:
             self._sessions[state.model_id].remove(entry)
@@ -234,10 +241,8 @@ class Catalogue:
         state = entry.state
         others = [
             each
-            for each in self
-            if each is not entry
-            and (each.state.kind, each.scope, each.state.key) == (state.kind, state.scope, state.key)
-            and each.state.model_id == state.model_id
+            for each in self._keys.get((state.kind, state.scope, state.key), ())
+            if each is not entry and each.state.model_id == state.model_id
         ]
         if not others:
             return ()

@@ -240,3 +240,21 @@ def test_the_best_entry_is_the_one_that_brute_force_finds(steps, prompt, scope):
         assert found[1] == best
     assert catalogue.total_bytes == sum(each.state.file_bytes for each in truth.values())
     assert set(catalogue) == set(truth.values())
+
+
+def test_what_moved_is_found_among_those_of_the_key_alone():
+    """A listing asks it of every entry: looking at all of them each time would be quadratic."""
+    looked = []
+
+    class Counting(Catalogue):
+        def __iter__(self):
+            looked.append(1)
+            return super().__iter__()
+
+    catalogue = Counting()
+    one = catalogue.add(state([1, 2], config={"system": "a"}), used_ts=1.0)
+    two = catalogue.add(state([1, 3], config={"system": "b"}), used_ts=1.0)
+    assert catalogue.moved(one) == catalogue.moved(two) == ("system",)
+    assert catalogue.remove(one, Reason.SWEPT, 2.0)
+    assert catalogue.moved(two) == ()
+    assert looked == []
