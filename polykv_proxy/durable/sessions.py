@@ -214,8 +214,10 @@ class SavedSessions:
         session = lease.session
         if session is None or lease.continues or len(lease.slots) > 1:
             return
-        async with self._shelf.saving:  # what it goes on with may be on its way to the disk
-            found = self._shelf.catalogue.best(tokens, session.scope, self._shelf.model_id)
+        if self._may_be_coming(session):  # what it goes on with is on its way to the disk
+            async with self._shelf.saving:
+                pass
+        found = self._shelf.catalogue.best(tokens, session.scope, self._shelf.model_id)
         facts = self._plane.facts
         if found is None or facts is None:
             return
@@ -279,12 +281,16 @@ class SavedSessions:
             self._adopt(session, entry.state.key)
         log.info("kv_restored", session_id=session.session_id, key=entry.state.key, slot=slot, tokens=matched)
 
+    def _may_be_coming(self, session: Session) -> bool:
+        coming = self._shelf.coming
+        if coming is None or coming.kind is not Kind.SESSION or coming.scope != session.scope:
+            return False
+        return _is_named(session, coming.key)
+
     @staticmethod
     def _goes_on_from(session: Session, entry: Entry, matched: int) -> bool:
         """Whether a state is of this conversation, by its name and by its tokens (rule 4)."""
-        key, name = entry.state.key, session.name
-        its = key.startswith("auto/") if name is None else key == name or key.startswith(f"{name}#")
-        return its and goes_on(matched, len(entry.tokens))
+        return _is_named(session, entry.state.key) and goes_on(matched, len(entry.tokens))
 
     def _adopt(self, session: Session, key: str) -> None:
         """The session goes on from a state (rule 4), unless that is another's who goes on with it, too."""
@@ -378,6 +384,12 @@ class SavedSessions:
             raise left
         if not going.cancelled() and (error := going.exception()) is not None:
             log.info("kv_not_moved", reason=str(error))
+
+
+def _is_named(session: Session, key: str) -> bool:
+    """Whether a key is of a session's name, or of none where it has none."""
+    name = session.name
+    return key.startswith("auto/") if name is None else key == name or key.startswith(f"{name}#")
 
 
 def _holds_media(slot: Slot) -> bool:

@@ -86,6 +86,11 @@ class Shelf:
         """Bytes that the disk had no room for."""
 
     @property
+    def coming(self) -> SavedState | None:
+        """What is being saved; its tokens are not known yet."""
+        return self._coming
+
+    @property
     def on(self) -> bool:
         """Whether states are saved and restored."""
         return self.reason is None

@@ -575,3 +575,21 @@ async def test_however_often_its_caller_is_cancelled_a_save_goes_to_its_end(prox
         await keeping
     assert keys(rig) == ["a"]
     assert rig.idle == 1
+
+
+async def test_who_does_not_go_on_from_what_is_being_saved_does_not_wait_for_it(proxies):
+    """Its own comes first, so that it finds it."""
+    rig = await proxies(slots=2, idle_save_s=1000.0)
+    await turn(rig, "a", "y" * 300)
+    held = rig.engine.slow["/slots/0"] = asyncio.Event()
+    keeping = asyncio.create_task(rig.durable.sessions.keep_idle(0.0))
+    await until(rig.durable.shelf.saving.locked)
+    await turn(rig, "b", "first")
+    assert not keeping.done()
+    own = rig.start(CHAT, chat("a", "y" * 300, "more", session_id="a"))
+    await until(lambda: len(rig.runtime.plane._running) > 0)
+    await asyncio.sleep(0.02)
+    assert not own.done()
+    held.set()
+    await keeping
+    assert (await own).status == 200
