@@ -145,6 +145,8 @@ class SavedSessions:
 
     async def _save(self, slot: Slot, session: Session) -> None:
         """``_save_now``, one at a time: who waited finds what the one before saved."""
+        if not self._has_news(session):
+            return  # nothing to wait for
         async with self._one:
             await self._save_now(slot, session)
 
