@@ -8,7 +8,6 @@ Rule 3: who released a pool does not find it again: its file goes, too.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING
 
 import structlog
@@ -218,22 +217,27 @@ class SavedPools:
     ) -> PrefixPool:
         runtime, plane = self._runtime, self._plane
         wanted = Wanted(origin=pool.origin)
-        enter = partial(
-            plane.pools.enter,
-            pool.tokens,
-            pool.scope,
-            wanted,
-            now_ts=runtime.now_ts(),
-            parent=parent,
-            branch_pos=branch_pos,
-        )
+
+        def enter() -> tuple[PrefixPool, bool]:
+            there = parent is not None and parent.resident  # it may have gone while the file was looked at
+            return plane.pools.enter(
+                pool.tokens,
+                pool.scope,
+                wanted,
+                now_ts=runtime.now_ts(),
+                parent=parent if there else None,
+                branch_pos=branch_pos if there else 0,
+            )
+
         entered, new = await self._pooling.room.for_one(enter)
         if not new:
             return entered
         epoch, done = runtime.epoch, False
         try:
-            number = None if parent is None else parent.number
-            made = await runtime.client.restore_pool(entered.number, entry.state.file, number, branch_pos)
+            number = None if entered.parent is None else entered.parent.number
+            made = await runtime.client.restore_pool(
+                entered.number, entry.state.file, number, entered.branch_pos
+            )
             if made.n_tokens != pool.prefix_len:
                 raise UnavailableError(f"{made.n_tokens} of {pool.prefix_len} tokens came back")
             plane.pools.on_ready(entered, PoolUid(made.uid))

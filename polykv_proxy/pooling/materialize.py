@@ -151,13 +151,18 @@ class Materializer:
         """Have a pool computed in a slot; the job says what became of the slot."""
         await self._runtime.may_begin(lease)  # what has to go for it is gone
         await self._runtime.saver.before_request(lease, None, 0)
-        if await self._make_own(lease.slots[0], pool):
-            job.content = Content.NOTHING
+        while True:
+            if pool.parent is not None and not pool.parent.resident:
+                self._plane.tree.detach(
+                    pool
+                )  # before the slot is judged: what it may share is not the same then
+            if await self._make_own(lease.slots[0], pool):
+                job.content = Content.NOTHING
+            await self._runtime.may_begin(lease)
+            if pool.parent is None or pool.parent.resident:
+                break  # no await from here to the call
         before = job.content
-        await self._runtime.may_begin(lease)
         job.clean, job.content = False, Content.NOTHING
-        if pool.parent is not None and not pool.parent.resident:
-            self._plane.tree.detach(pool)
         try:
             done = await self._runtime.backend.materialize(
                 pool.number,

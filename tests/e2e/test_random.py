@@ -21,8 +21,8 @@ SIZES = ("--parallel", str(SLOTS), "--ctx-size", str(CELLS), "--max-pools", str(
 
 TINY = Scale(vocabulary=1000, clients=8, bout=70, segment=50, talk=100, head=300)
 SMOLLM = Scale(vocabulary=40_000, clients=6, bout=20, segment=20, talk=16, head=100)
-GRACE = {"POLYKV_POOLS__GRACE_S": "1", "POLYKV_DURABLE__ENABLED": "false"}
-"""What is released while in use lingers, is taken up, makes room, and goes; nothing comes from disk."""
+GRACE = {"POLYKV_POOLS__GRACE_S": "1"}
+"""So that what is released while in use lingers, is taken up, makes room, and goes."""
 SMALL_POOLS = {**GRACE, "POLYKV_POOLS__AUTO_MIN_TOKENS": "80", "POLYKV_POOLS__AUTO_GAIN_TOKENS": "20"}
 """So that pools come by themselves on prompts that a real model computes in a moment."""
 

@@ -8,6 +8,7 @@ from api.rig import until
 from pooling.steps import SCOPE, TOKENS, create, every_cell_has_its_owner, ids, take_all, talked
 
 from polykv_proxy import runtime
+from polykv_proxy.core.slots import Content
 from polykv_proxy.core.types import PoolState, SlotId, as_tokens
 from polykv_proxy.errors import (
     EngineGoneError,
@@ -127,6 +128,28 @@ async def test_a_pool_is_not_made_of_another_ones_cells(proxies):
     assert (other.parent, done.timings.prompt_n) == (None, 50)
     await every_cell_has_its_owner(rig)
     assert rig.engine.used == 90
+
+
+async def test_a_child_whose_parent_goes_while_it_waits_is_not_made_of_its_cells(proxies):
+    """It owns all it has then: what its slot shares with the parent's rest would be counted twice."""
+    rig = await proxies(slots=2, max_pools=3)
+    root, _, _ = await create(rig, as_tokens(ids((1, 40))))
+    for name in ("one", "other"):
+        await talked(rig, name, pool_id=root.pool_id)
+    first, _ = leases = take_all(rig)
+    making = asyncio.get_running_loop().create_task(
+        rig.pooling.create(
+            as_tokens(ids((1, 40), (3, 10))), SCOPE, label=None, pin=False, parent=root, branch_pos=40
+        )
+    )
+    await until(lambda: rig.waiting == 1)
+    rig.runtime.plane.tree.evict(root)
+    await rig.pooling.room.take_back(root.number, rig.runtime.epoch)
+    rig.runtime.finish(first, clean=True, content=Content.OLD)
+    child, _, _ = await making
+    rig.runtime.finish(leases[1], clean=True, content=Content.OLD)
+    assert child.parent is None
+    await every_cell_has_its_owner(rig)
 
 
 async def test_a_child_waits_for_a_parent_that_is_being_computed(proxies):
