@@ -291,14 +291,20 @@ async def test_polling_outlives_bad_answers(rig, monkeypatch):
     await until(lambda: rig.idle == 1)
 
 
-async def test_an_engine_that_comes_back_as_another_has_nothing_running(rig, monkeypatch):
-    """Nobody waits for it to be idle."""
+def abandoned(rig, monkeypatch):
+    """A slot whose client left while the engine works on, which is unheard by now."""
     monkeypatch.setattr(runtime_module, "QUIET_POLL_S", 0.01)
     one, _ = take_all(rig)
     slot = rig.engine.sequences[one.slots[0]]
     slot.running, slot.tag = True, one.lease_id
     rig.runtime.finish(one, clean=False, content=Content.NEW, stop=False)
     rig.down()
+    return slot
+
+
+async def test_an_engine_that_comes_back_as_another_has_nothing_running(rig, monkeypatch):
+    """Nobody waits for it to be idle."""
+    abandoned(rig, monkeypatch)
     rig.engine.restart()
     await rig.up()
     await until(lambda: rig.idle == 2)
@@ -306,12 +312,7 @@ async def test_an_engine_that_comes_back_as_another_has_nothing_running(rig, mon
 
 async def test_an_engine_that_was_unheard_for_a_moment_goes_on_with_its_work(rig, monkeypatch):
     """The slot that a client left is given away only when the engine is done with it."""
-    monkeypatch.setattr(runtime_module, "QUIET_POLL_S", 0.01)
-    one, _ = take_all(rig)
-    slot = rig.engine.sequences[one.slots[0]]
-    slot.running, slot.tag = True, one.lease_id
-    rig.runtime.finish(one, clean=False, content=Content.NEW, stop=False)
-    rig.down()
+    slot = abandoned(rig, monkeypatch)
     await rig.up()
     looks = len(rig.engine.of("/polykv/engine/counters"))
     await until(lambda: len(rig.engine.of("/polykv/engine/counters")) > looks + 3)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from polykv_proxy.core.catalogue import Kind, PoolRecord, Reason
+from polykv_proxy.core.keeping import last_use
 from polykv_proxy.core.planner import Wanted
 from polykv_proxy.core.pools import PrefixPool
 from polykv_proxy.core.rebuild import rebuilds
@@ -61,9 +62,8 @@ class SavedPools:
     def _is_worth_it(self, pool: PrefixPool) -> bool:
         if not pool.resident:
             return False
-        used = max(pool.last_access_ts, pool.held_ts or 0.0)
         below = any(self._is_worth_it(child) for child in pool.living_children)
-        return pool.pinned or below or self._runtime.now_ts() - used <= self._recent_s
+        return pool.pinned or below or self._runtime.now_ts() - last_use(pool) <= self._recent_s
 
     def _label(self, pool: PrefixPool) -> Label:
         above, branch_pos = pool.edge

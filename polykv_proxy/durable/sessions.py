@@ -228,9 +228,9 @@ class SavedSessions:
         if matched - held < self._min_tokens or not await self._shelf.check(entry):
             return
         sample = await self._runtime.sample(max_age_s=0.0)
-        if sample is None or lease.ended:
+        seen = None if sample is None else _seen(sample, lease.slots[0])
+        if sample is None or seen is None or lease.ended:
             return
-        seen = next(each for each in sample.slots if each.slot == lease.slots[0])
         free = sample.cells_free + seen.tokens - seen.shared_tokens  # what the slot has of its own goes first
         if (ledger := self._plane.cells.ledger) is not None:  # who runs keeps what is his
             free = min(free, ledger.figures().admissible + ledger.reserved(lease.lease_id))

@@ -20,6 +20,12 @@ def shell_blocks(page: str) -> list[str]:
     return re.findall(r"^```sh\n(.*?)^```$", (DOCS / page).read_text(), re.MULTILINE | re.DOTALL)
 
 
+def steps_of(page: str) -> list[tuple[str, str]]:
+    """The ``sh`` blocks of a page, each with what it prints by the block behind it; empty if it has none."""
+    step = re.compile(r"^```sh\n(.*?)^```\n(?:\n```\n(.*?)^```$)?", re.MULTILINE | re.DOTALL)
+    return step.findall((DOCS / page).read_text())
+
+
 def serve_arguments(page: str) -> list[str]:
     """The arguments of ``polykv-proxy serve`` in a page; files are named from the repository's folder."""
     (line,) = re.findall(r"^\.venv/bin/polykv-proxy serve(.*)$", (DOCS / page).read_text(), re.MULTILINE)
@@ -58,8 +64,7 @@ async def test_tutorial(served: Served) -> None:
 async def test_pool_tree_tutorial(patched: Path, smollm: Path, tmp_path: Path) -> None:
     """Every command prints what the page says it prints."""
     page = "tutorial-pool-tree.md"
-    step = re.compile(r"^```sh\n(.*?)^```\n(?:\n```\n(.*?)^```$)?", re.MULTILINE | re.DOTALL)
-    steps = step.findall((DOCS / page).read_text())
+    steps = steps_of(page)
     assert [bool(printed) for _, printed in steps] == [False, *[True] * 6]
     async with serve(tmp_path, *serve_arguments(page)) as served:
         for command, printed in steps:
@@ -69,17 +74,15 @@ async def test_pool_tree_tutorial(patched: Path, smollm: Path, tmp_path: Path) -
 @pytest.mark.parametrize("page", ["how-to/find-out-why-it-prefilled.md", "how-to/keep-a-floor.md"])
 async def test_how_to(page: str, patched: Path, smollm: Path, tmp_path: Path) -> None:
     """Every command of these pages prints what they say, on a proxy without options."""
-    step = re.compile(r"^```sh\n(.*?)^```\n(?:\n```\n(.*?)^```$)?", re.MULTILINE | re.DOTALL)
     async with serve(tmp_path) as served:
-        for command, printed in step.findall((DOCS / page).read_text()):
+        for command, printed in steps_of(page):
             assert await run(f"cd {ROOT}\n{command}", served) == printed
 
 
 async def test_compaction_how_to(patched: Path, smollm: Path, tmp_path: Path) -> None:
     """CTX-6: every command prints what the page says, but for the numbers; and these keep its promises."""
     page = "how-to/compact-by-refork.md"
-    step = re.compile(r"^```sh\n(.*?)^```\n(?:\n```\n(.*?)^```$)?", re.MULTILINE | re.DOTALL)
-    steps = step.findall((DOCS / page).read_text())
+    steps = steps_of(page)
     assert [bool(printed) for _, printed in steps] == [False, *[True] * 5]
     numbers: list[list[int]] = []
     async with serve(tmp_path, *serve_arguments(page)) as served:
