@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from polykv_proxy.api.guard import Guard
     from polykv_proxy.core.pools import PrefixPool
     from polykv_proxy.core.types import Tokens
-    from polykv_proxy.engine.wire import Materialized
+    from polykv_proxy.engine.patched import Materialized
     from polykv_proxy.fleet import Engine, Fleet
 
 R = TypeVar("R", bound="PoolRequest")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from polykv_proxy.core.decisions import AttachPlan, Lease
     from polykv_proxy.core.types import PoolNumber, SlotId, SlotSample, Tokens
     from polykv_proxy.engine.client import EngineClient
-    from polykv_proxy.engine.wire import Materialized, SnapshotTaken
+    from polykv_proxy.engine.patched import Materialized, SnapshotTaken
 
 LAUNCH_GRACE_S = 3.0
 """Seconds after which an abandoned request that did not show will not run."""

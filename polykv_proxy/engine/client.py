@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import aiohttp
 import msgspec
 
-from polykv_proxy.engine import wire
+from polykv_proxy.engine import patched, wire
 from polykv_proxy.errors import BadRequestError, EngineGoneError, NotFoundError, UnavailableError
 
 if TYPE_CHECKING:
@@ -81,11 +81,11 @@ class EngineClient:
         """Facts, whether the engine has the patch with pools on, and what makes up its identity."""
         props = await self.get("/props")
         try:
-            facts, identity = _read(wire.read_info, await self.get("/polykv/engine"))
-            patched = True
+            facts, identity = _read(patched.read_info, await self.get("/polykv/engine"))
+            has_pools = True
         except NotFoundError:
             facts, identity = _read(wire.read_props, props)
-            patched = False
+            has_pools = False
         models = await self.get("/v1/models")
         facts = replace(
             facts,
@@ -93,12 +93,12 @@ class EngineClient:
             models=_read(wire.read_model_names, models),
         )
         identity |= _read(wire.read_model_identity, models)
-        return facts, patched, identity | _read(wire.read_template_identity, props)
+        return facts, has_pools, identity | _read(wire.read_template_identity, props)
 
     async def counters(self) -> EngineSample:
         """The counters document; answered by a patched engine also while it decodes."""
         body = await self.get("/polykv/engine/counters")
-        return _read(lambda document: wire.read_counters(document, monotonic()), body)
+        return _read(lambda document: patched.read_counters(document, monotonic()), body)
 
     async def slots(self) -> list[wire.StockSlot]:
         """The slots of any engine."""
@@ -146,7 +146,7 @@ class EngineClient:
 
     # -- slots of an engine without pools ----------------------------------------------------------------
 
-    async def prefill(self, tokens: Tokens, slot: SlotId) -> wire.PoolTimings:
+    async def prefill(self, tokens: Tokens, slot: SlotId) -> wire.PromptTimings:
         """Compute a prompt in an idle slot and leave it there; takes as long as it takes.
 
         The engine notices that the call was given up within a second, or after the running batch.
@@ -191,7 +191,7 @@ class EngineClient:
         *,
         parent: PoolNumber | None = None,
         branch_pos: int = 0,
-    ) -> wire.Materialized:
+    ) -> patched.Materialized:
         """Compute a pool in an idle slot; takes as long as the prefill. Cancelling it stops the engine.
 
         Args:
@@ -211,12 +211,12 @@ class EngineClient:
             wanted |= {"parent": parent, "n_parent": branch_pos}
         path = f"/polykv/engine/pools/{number}?action=materialize"
         return _read(
-            wire.read_materialized, await self._call("POST", path, msgspec.json.encode(wanted), None)
+            patched.read_materialized, await self._call("POST", path, msgspec.json.encode(wanted), None)
         )
 
     async def snapshot(
         self, number: PoolNumber, slot: SlotId, n_tokens: int | None, parent: PoolNumber | None
-    ) -> wire.SnapshotTaken:
+    ) -> patched.SnapshotTaken:
         """Make a pool of what a slot holds now; nothing is computed.
 
         Args:
@@ -232,7 +232,7 @@ class EngineClient:
             wanted["parent"] = parent
         path = f"/polykv/engine/pools/{number}?action=snapshot"
         answer = await self._call("POST", path, msgspec.json.encode(wanted), STEP_TIMEOUT_S)
-        return _read(wire.read_snapshot, answer)
+        return _read(patched.read_snapshot, answer)
 
     async def save_pool(self, number: PoolNumber, filename: str) -> wire.SlotFile:
         """Write a pool to a file in the engine's folder.
@@ -243,11 +243,11 @@ class EngineClient:
         """
         path = f"/polykv/engine/pools/{number}?action=save"
         answer = await self._call("POST", path, msgspec.json.encode({"filename": filename}), STEP_TIMEOUT_S)
-        return _read(wire.read_pool_file, answer)
+        return _read(patched.read_pool_file, answer)
 
     async def restore_pool(
         self, number: PoolNumber, filename: str, parent: PoolNumber | None, branch_pos: int
-    ) -> wire.PoolRestored:
+    ) -> patched.PoolRestored:
         """Make a pool of a file; needs cells for all of it until those of its parent take their place.
 
         Args:
@@ -261,7 +261,7 @@ class EngineClient:
             wanted |= {"parent": parent, "n_parent": branch_pos}
         path = f"/polykv/engine/pools/{number}?action=restore"
         answer = await self._call("POST", path, msgspec.json.encode(wanted), STEP_TIMEOUT_S)
-        return _read(wire.read_pool_restored, answer)
+        return _read(patched.read_pool_restored, answer)
 
     async def adapter_list(self) -> list[wire.Adapter]:
         """LoRA adapters that the engine has loaded, with the scales in force."""
@@ -285,7 +285,7 @@ class EngineClient:
             )
         except NotFoundError:
             return 0
-        return _read(wire.read_freed, answer)
+        return _read(patched.read_freed, answer)
 
     async def cancel(self, slot: SlotId, task: int) -> None:
         """Stop a task at the end of the running step; one that is over or elsewhere is left alone."""

@@ -24,8 +24,8 @@ from polykv_proxy.core.types import Capability, PoolNumber, SlotId, common_prefi
 from polykv_proxy.engine import rendering, slotfile, trial
 from polykv_proxy.engine.backend import Address
 from polykv_proxy.engine.gate import Gate
+from polykv_proxy.engine.patched import Materialized, SnapshotTaken
 from polykv_proxy.engine.poolfiles import PoolFile, PoolFiles
-from polykv_proxy.engine.wire import Materialized, SnapshotTaken
 from polykv_proxy.errors import (
     BadRequestError,
     ConflictError,

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from polykv_proxy.core.decisions import Lease
     from polykv_proxy.core.pools import PrefixPool
     from polykv_proxy.core.types import Scope, SlotId, Tokens
-    from polykv_proxy.engine.wire import Materialized
+    from polykv_proxy.engine.patched import Materialized
     from polykv_proxy.pooling.room import Room
     from polykv_proxy.runtime import Pending, Runtime
 
