@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 
     from polykv_proxy.core.decisions import Lease
     from polykv_proxy.core.ledger import Key
-    from polykv_proxy.core.pools import PoolTree, PrefixPool
+    from polykv_proxy.core.pools import PrefixPool
     from polykv_proxy.core.slots import Ask, Placement, SlotBoard
+    from polykv_proxy.core.tree import PoolTree
     from polykv_proxy.core.types import (
         EngineFacts,
         EngineSample,

@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     from collections.abc import Set as AbstractSet
 
     from polykv_proxy.core.accounting import Ownership
-    from polykv_proxy.core.pools import PoolTree, PrefixPool
+    from polykv_proxy.core.pools import PrefixPool
     from polykv_proxy.core.sessions import Session
+    from polykv_proxy.core.tree import PoolTree
     from polykv_proxy.core.types import EngineSample, PoolId, PoolNumber, PoolUid, SlotId
 
 

@@ -50,10 +50,11 @@ if TYPE_CHECKING:
     from polykv_proxy.core.accounting import Ownership
     from polykv_proxy.core.cells import Need
     from polykv_proxy.core.ledger import Key
-    from polykv_proxy.core.pools import PoolTree, PrefixPool
+    from polykv_proxy.core.pools import PrefixPool
     from polykv_proxy.core.sessions import Session
     from polykv_proxy.core.slots import Slot
     from polykv_proxy.core.stock import SlotLook
+    from polykv_proxy.core.tree import PoolTree
     from polykv_proxy.core.types import EngineFacts, EngineSample, PoolUid, Scope, SessionId, SlotId, Tokens
 
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from polykv_proxy.core.decisions import AttachPlan
-from polykv_proxy.core.pools import PoolTree, PrefixPool, pool_id_of
+from polykv_proxy.core.pools import PrefixPool, pool_id_of
+from polykv_proxy.core.tree import PoolTree
 from polykv_proxy.core.types import Capability, PoolOrigin, PoolState
 from polykv_proxy.errors import (
     BadRequestError,

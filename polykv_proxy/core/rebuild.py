@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 from polykv_proxy.core.types import PoolState
 
 if TYPE_CHECKING:
-    from polykv_proxy.core.pools import PoolTree, PrefixPool
+    from polykv_proxy.core.pools import PrefixPool
+    from polykv_proxy.core.tree import PoolTree
     from polykv_proxy.core.types import PoolId
 
 

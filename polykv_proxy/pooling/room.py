@@ -83,7 +83,7 @@ class Room:
         Raises:
             PoolInUseError: children, or it is being computed.
         """
-        self._plane.tree.check_release(pool, recursive=recursive)
+        pool.check_release(recursive=recursive)
         if not look:
             return await self._release(pool, recursive=recursive)
 
@@ -96,7 +96,7 @@ class Room:
         return await asyncio.shield(self._runtime.background(go()))  # to the end whoever leaves
 
     async def _release(self, pool: PrefixPool, *, recursive: bool) -> tuple[list[PrefixPool], int]:
-        doomed = self._plane.tree.check_release(pool, recursive=recursive)
+        doomed = pool.check_release(recursive=recursive)
         resident = self._take_ids(doomed)  # no await since the check: the ids go together
         done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         # a task, because it has to go on to the end when the client that asked for it leaves
@@ -134,7 +134,7 @@ class Room:
         Raises:
             PoolInUseError: a pin, resident children, or one is being computed.
         """
-        doomed = self._plane.tree.check_evict(pool, flush=flush)
+        doomed = pool.check_evict(flush=flush)
         for each in doomed:
             self._plane.tree.evict(each)  # no await since the check
         done: asyncio.Future[int] = asyncio.get_running_loop().create_future()

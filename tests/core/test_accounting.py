@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polykv_proxy.core.accounting import Draining, Unpooled, attribute
-from polykv_proxy.core.pools import PoolTree
+from polykv_proxy.core.tree import PoolTree
 from polykv_proxy.core.types import (
     EngineSample,
     PoolId,
@@ -181,7 +181,7 @@ class CellsAgainstModel:
 
     def release(self):
         """A pool and all below it; the engine hears of it leaves first."""
-        for pool in self.tree.check_release(self.some_pool(), recursive=True):
+        for pool in self.some_pool().check_release(recursive=True):
             resident = pool.resident
             self.tree.release(pool)
             if resident:
@@ -189,7 +189,7 @@ class CellsAgainstModel:
 
     def evict(self):
         """A subtree."""
-        for pool in self.tree.check_evict(self.some_pool(), flush=True):
+        for pool in self.some_pool().check_evict(flush=True):
             self.tree.evict(pool)
             self.gone(pool)
 

@@ -2,7 +2,7 @@
 
 from core.planes import SCOPE, sample, serving, slot_sample, turn
 from core.planes import pool as made_in
-from core.test_pools import add, evicted
+from core.trees import add, evicted
 from polykv_proxy.core.keeping import (
     evictable,
     is_held,
@@ -16,7 +16,7 @@ from polykv_proxy.core.keeping import (
     strays,
     tend,
 )
-from polykv_proxy.core.pools import PoolTree
+from polykv_proxy.core.tree import PoolTree
 from polykv_proxy.core.types import EngineSample, PoolNumber, PoolOrigin, PoolSample, PoolUid, as_tokens
 
 NOBODY = frozenset()

@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polykv_proxy.core.pools import PoolTree
 from polykv_proxy.core.rebuild import rebuilds
+from polykv_proxy.core.tree import PoolTree
 from polykv_proxy.core.types import PoolId, PoolOrigin, PoolState, PoolUid, Scope, as_tokens
 
 

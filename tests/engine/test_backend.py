@@ -6,7 +6,7 @@ How pools work on a patched engine is in the tests of ``pooling``, how slots are
 import pytest
 
 from polykv_proxy.core.decisions import AttachPlan, Lease
-from polykv_proxy.core.pools import PoolTree
+from polykv_proxy.core.tree import PoolTree
 from polykv_proxy.core.types import LeaseId, PoolNumber, PoolOrigin, Scope, SlotId, as_tokens
 from polykv_proxy.engine.backend import LAUNCH_GRACE_S, Patched, Relaying
 from polykv_proxy.engine.wire import StockSlot
