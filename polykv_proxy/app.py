@@ -56,8 +56,8 @@ from polykv_proxy.telemetry import configure_logging
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from polykv_proxy.config import Settings
     from polykv_proxy.engine.state import EngineProcess, EngineStatus
+    from polykv_proxy.settings import Settings
 
 log = structlog.get_logger(__name__)
 

@@ -22,7 +22,7 @@ from polykv_proxy.errors import ConfigError, NotFoundError, PolyKVError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from polykv_proxy.config import EngineSettings, Settings
+    from polykv_proxy.settings import EngineSettings, Settings
 
 E = TypeVar("E", bound="EngineSettings")
 

@@ -31,8 +31,8 @@ from polykv_proxy.telemetry import configure_logging
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from polykv_proxy.config import Settings
     from polykv_proxy.engine.state import EngineStatus
+    from polykv_proxy.settings import Settings
 
 GENERATED_TOKENS = 64
 READY_TIMEOUT_S = 300.0

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 if TYPE_CHECKING:
-    from polykv_proxy.config import LogSettings
+    from polykv_proxy.settings import LogSettings
 
 
 def configure_logging(settings: LogSettings) -> None:

@@ -18,11 +18,11 @@ from fake_polykv import FakePolykv
 
 from polykv_proxy import app
 from polykv_proxy.app import GC_THRESHOLDS, Proxy, _drain, quieten_collector
-from polykv_proxy.config import Settings, TelemetrySettings
 from polykv_proxy.engine import build
 from polykv_proxy.engine.build import Manifest
 from polykv_proxy.engine.source import read_series
 from polykv_proxy.errors import ConfigError, EngineStartError
+from polykv_proxy.settings import Settings, TelemetrySettings
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Settings: precedence, refusals with the key path, and the two files that describe them."""
+"""Claims about ``config``: precedence, refusals with the key path, and the two files that describe them."""
 
 import json
 from pathlib import Path
@@ -183,15 +183,6 @@ def test_an_empty_section_means_its_defaults(write):
     assert config.load(write("")) == config.load()
 
 
-def test_settings_do_not_change(write):
-    """Loaded once, the same for everyone."""
-    settings = config.load()
-    with pytest.raises(ValueError, match="frozen"):
-        settings.drain_s = 1
-    with pytest.raises(ValueError, match="frozen"):
-        settings.engine.parallel = 1
-
-
 def test_secrets_show_nowhere():
     """Neither the shown configuration nor a repr tells a key or a variable's value."""
     settings = config.load(
@@ -209,46 +200,6 @@ def test_shown_settings_load_again(write):
     """What is printed is a valid file (but for the masked secrets)."""
     shown = config.shown(config.load())
     assert config.shown(config.load(write(shown))) == shown
-
-
-SEVERAL = """
-engine: {parallel: 2, api_key: common, env: {A: "1", B: "1"}}
-engines:
-  - {name: left, env: {A: "2"}}
-  - {parallel: 8, url: "http://h:1", api_key: own}
-"""
-
-
-def test_engines_inherit_what_they_leave_out(write):
-    """Key by key, also inside mappings; one without a name goes by its number."""
-    settings = config.load(write(SEVERAL))
-    left, second = settings.fleet
-    assert (left.name, left.parallel, left.url) == ("left", 2, None)
-    assert {key: value.get_secret_value() for key, value in left.env.items()} == {"A": "2", "B": "1"}
-    assert (second.name, second.parallel, second.url) == ("engine-1", 8, "http://h:1")
-    assert [each.api_key.get_secret_value() for each in settings.fleet] == ["common", "own"]
-
-
-def test_settings_of_one_engine_know_no_others(write):
-    """What serves one engine needs not know how many there are."""
-    settings = config.load(write(SEVERAL))
-    one = settings.of_engine(1)
-    assert (one.engine.parallel, one.engines) == (8, ())
-    assert [each.parallel for each in one.fleet] == [8]
-    assert config.load().of_engine(0).engine.parallel == config.load().engine.parallel
-
-
-def test_without_a_list_the_fleet_is_the_engine():
-    """With a name, as all engines have one."""
-    (only,) = config.Settings(engine={"parallel": 3}).fleet
-    assert (only.name, only.parallel) == ("engine-0", 3)
-
-
-def test_engines_can_be_given_as_values(write):
-    """As code does; the result is the same."""
-    settings = config.load(write(SEVERAL))
-    again = config.Settings(engine=settings.engine, engines=settings.engines)
-    assert again.fleet == settings.fleet
 
 
 @pytest.mark.parametrize(
@@ -281,34 +232,3 @@ def test_llama_api_key_is_the_engines_key_unless_one_is_set(monkeypatch):
     monkeypatch.setenv("LLAMA_API_KEY", "one,two")
     assert config.load().engine.api_key == SecretStr("one")
     assert config.load(overrides={"engine": {"api_key": "mine"}}).engine.api_key == SecretStr("mine")
-
-
-@pytest.mark.parametrize(
-    ("listen", "host", "port"),
-    [("127.0.0.1:8090", "127.0.0.1", 8090), ("[::1]:0", "::1", 0), ("example:80", "example", 80)],
-)
-def test_listen_is_split(listen, host, port):
-    """Host without brackets, port as a number."""
-    settings = config.load(overrides={"listen": listen})
-    assert (settings.listen_host, settings.listen_port) == (host, port)
-
-
-def test_folders_come_from_the_service_manager(monkeypatch, tmp_path):
-    """Under systemd the unit's folders are used without any configuration."""
-    monkeypatch.setenv("STATE_DIRECTORY", f"{tmp_path}/state:{tmp_path}/second")
-    monkeypatch.setenv("RUNTIME_DIRECTORY", f"{tmp_path}/run")
-    settings = config.load()
-    assert settings.state_path == tmp_path / "state"
-    assert settings.runtime_path == tmp_path / "run"
-    assert settings.engine_log_path == tmp_path / "state"
-
-
-def test_folders_default_to_the_users_own(monkeypatch, tmp_path):
-    """XDG variables are followed, home is the fallback."""
-    monkeypatch.setenv("HOME", str(tmp_path))
-    settings = config.load()
-    assert settings.cache_path == tmp_path / ".cache" / "polykv-proxy"
-    assert settings.state_path == tmp_path / ".local" / "state" / "polykv-proxy"
-    assert settings.runtime_path == settings.state_path / "run"
-    monkeypatch.setenv("XDG_CACHE_HOME", "/elsewhere")
-    assert settings.cache_path == Path("/elsewhere/polykv-proxy")

@@ -9,6 +9,7 @@ import pytest
 
 from polykv_proxy import config
 from polykv_proxy.cli import _parser
+from polykv_proxy.settings import Settings
 
 ROOT = Path(__file__).parents[1]
 UNIT = ROOT / "deploy" / "polykv-proxy.service"
@@ -51,7 +52,7 @@ def test_sandbox_is_tight():
 
 def test_only_the_proxy_is_asked_to_stop_and_has_the_time_for_it(service):
     """The engine is the proxy's to stop, after the drain."""
-    settings = config.Settings()
+    settings = Settings()
     assert service["KillMode"] == "mixed"
     assert int(service["TimeoutStopSec"]) > (
         settings.drain_s + settings.durable.drain_s + settings.engine.stop_deadline_s

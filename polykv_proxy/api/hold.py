@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from polykv_proxy.api.families import Family
-    from polykv_proxy.config import QueueSettings
     from polykv_proxy.edge.exchange import Exchange
     from polykv_proxy.edge.head import Headers
     from polykv_proxy.errors import PolyKVError
+    from polykv_proxy.settings import QueueSettings
 
 T = TypeVar("T")
 

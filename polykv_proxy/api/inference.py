@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from polykv_proxy.api.asked import Asked
     from polykv_proxy.api.families import Family
     from polykv_proxy.api.journal import Entry
-    from polykv_proxy.config import Settings
     from polykv_proxy.core.slots import Ask
     from polykv_proxy.core.types import Tokens
     from polykv_proxy.edge.exchange import Exchange
@@ -49,6 +48,7 @@ if TYPE_CHECKING:
     from polykv_proxy.engine.backend import Address
     from polykv_proxy.pooling import Pooling
     from polykv_proxy.runtime import Runtime
+    from polykv_proxy.settings import Settings
 
 log = structlog.get_logger(__name__)
 

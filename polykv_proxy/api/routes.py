@@ -39,13 +39,13 @@ if TYPE_CHECKING:
     from polykv_proxy.api.merged import Merged
     from polykv_proxy.api.scrape import Scrape
     from polykv_proxy.api.status import Status
-    from polykv_proxy.config import Settings
     from polykv_proxy.core.types import Tokens
     from polykv_proxy.edge.exchange import BodySource, Exchange
     from polykv_proxy.edge.head import Headers, RequestHead
     from polykv_proxy.edge.upstream import Upstream
     from polykv_proxy.errors import PolyKVError
     from polykv_proxy.fleet import Engine, Fleet
+    from polykv_proxy.settings import Settings
 
 _SLOT_ACTION = re.compile(r"/slots/([0-9]{1,6})")
 _ESCAPE = re.compile(r"%(?:u([0-9A-Fa-f]{4})|([0-9A-Fa-f]{2}))")

@@ -26,12 +26,12 @@ from polykv_proxy.saver import model_digest
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from polykv_proxy.config import DurableSettings
     from polykv_proxy.core.decisions import Lease
     from polykv_proxy.core.sessions import Session
     from polykv_proxy.core.types import EngineFacts, Scope, SlotId, Tokens
     from polykv_proxy.pooling import Pooling
     from polykv_proxy.runtime import Runtime
+    from polykv_proxy.settings import DurableSettings
 
 log = structlog.get_logger(__name__)
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from polykv_proxy.config import Settings
+    from polykv_proxy.settings import Settings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

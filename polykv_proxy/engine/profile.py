@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from polykv_proxy.config import MAX_SEQUENCES
 from polykv_proxy.errors import ConfigError
+from polykv_proxy.settings import MAX_SEQUENCES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

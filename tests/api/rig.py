@@ -22,7 +22,6 @@ from polykv_proxy.api.requests import RequestsApi
 from polykv_proxy.api.routes import render_error
 from polykv_proxy.api.tps import TpsApi
 from polykv_proxy.app import assemble
-from polykv_proxy.config import Settings
 from polykv_proxy.core.decisions import PoolPolicy
 from polykv_proxy.core.plane import ControlPlane
 from polykv_proxy.durable.service import Durable
@@ -36,6 +35,7 @@ from polykv_proxy.fleet import Engine, Fleet
 from polykv_proxy.policy import PolicyFile
 from polykv_proxy.pooling import Pooling
 from polykv_proxy.runtime import Runtime
+from polykv_proxy.settings import Settings
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable

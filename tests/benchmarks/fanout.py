@@ -10,6 +10,7 @@ import uvloop
 
 from polykv_proxy import config, demo
 from polykv_proxy.engine import build, model
+from polykv_proxy.settings import LogSettings
 from polykv_proxy.telemetry import configure_logging
 from tests.benchmarks.relay import machine
 
@@ -53,7 +54,7 @@ def main() -> None:
     parser.add_argument("--prefix-tokens", type=int, default=1400)
     parser.add_argument("--out", type=Path, default=Path("bench-results/fanout.json"))
     args = parser.parse_args()
-    configure_logging(config.LogSettings(level="warning"))
+    configure_logging(LogSettings(level="warning"))
     rows = uvloop.run(measure(tuple(args.k or DEFAULT_K), args.prefix_tokens))
     print(table(rows))
     args.out.parent.mkdir(parents=True, exist_ok=True)

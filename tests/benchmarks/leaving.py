@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import aiohttp
 import uvloop
 
-from polykv_proxy import config
+from polykv_proxy.settings import LogSettings
 from polykv_proxy.telemetry import configure_logging
 from tests.benchmarks.rates import serving
 from tests.benchmarks.relay import machine
@@ -130,7 +130,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--out", type=Path, default=Path("bench-results/leaving.json"))
     args = parser.parse_args()
-    configure_logging(config.LogSettings(level="error"))
+    configure_logging(LogSettings(level="error"))
     figures = uvloop.run(measured(args.rounds))
     for state, took in figures.items():
         print(f"{state:20}  " + "  ".join(f"{name} {value:,.0f}" for name, value in took.items()))

@@ -19,7 +19,7 @@ from pathlib import Path
 import aiohttp
 import uvloop
 
-from polykv_proxy import config
+from polykv_proxy.settings import LogSettings
 from polykv_proxy.telemetry import configure_logging
 from tests.benchmarks.rates import serving
 from tests.benchmarks.relay import machine
@@ -155,7 +155,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--out", type=Path, default=Path("bench-results/ramp.json"))
     args = parser.parse_args()
-    configure_logging(config.LogSettings(level="error"))
+    configure_logging(LogSettings(level="error"))
     figures = uvloop.run(measured(args))
     print(f"floor {figures['floor_tps']:.1f} tokens/s")
     for mode in MODES:

@@ -26,6 +26,7 @@ import uvloop
 from polykv_proxy import config
 from polykv_proxy.app import Proxy
 from polykv_proxy.engine import build, model
+from polykv_proxy.settings import LogSettings
 from polykv_proxy.telemetry import configure_logging
 from tests.benchmarks.relay import machine
 
@@ -155,7 +156,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=640)
     parser.add_argument("--out", type=Path, default=Path("bench-results/rates.json"))
     args = parser.parse_args()
-    configure_logging(config.LogSettings(level="error"))
+    configure_logging(LogSettings(level="error"))
     figures = uvloop.run(accuracy(args.runs, args.tokens))
     for sessions, errors in figures.items():
         print(f"{sessions} sessions  " + "  ".join(f"{name} {value:.2%}" for name, value in errors.items()))

@@ -185,7 +185,7 @@ async def run_edge(args) -> None:
 async def run_proxy(args) -> None:
     """The product: routes, control plane, slots and all, attached to the stand-in."""
     from polykv_proxy.app import Proxy, quieten_collector  # noqa: PLC0415
-    from polykv_proxy.config import EngineSettings, Settings  # noqa: PLC0415
+    from polykv_proxy.settings import EngineSettings, Settings  # noqa: PLC0415
     from polykv_proxy.telemetry import configure_logging  # noqa: PLC0415
 
     settings = Settings(

@@ -15,7 +15,6 @@ from pathlib import Path
 import aiohttp
 import uvloop
 
-from polykv_proxy import config
 from polykv_proxy.core.plane import ControlPlane
 from polykv_proxy.core.slots import Ask
 from polykv_proxy.core.types import (
@@ -31,6 +30,7 @@ from polykv_proxy.core.types import (
     as_tokens,
 )
 from polykv_proxy.metrics import Exposition, Metrics
+from polykv_proxy.settings import LogSettings
 from polykv_proxy.telemetry import configure_logging
 from tests.benchmarks.rates import serving
 from tests.benchmarks.relay import machine
@@ -152,7 +152,7 @@ def main() -> None:
     parser.add_argument("--no-engine", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("bench-results/status.json"))
     args = parser.parse_args()
-    configure_logging(config.LogSettings(level="error"))
+    configure_logging(LogSettings(level="error"))
     figures = {"scrape": scrape_ms(args.pools, args.sessions, 500)}
     print("scrape  " + "  ".join(f"{name} {value:,.2f}" for name, value in figures["scrape"].items()))
     if not args.no_engine:

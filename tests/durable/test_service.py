@@ -106,8 +106,8 @@ async def test_an_engine_of_somebody_elses_is_on_another_host():
     runtime = Runtime.__new__(Runtime)
     plane = ControlPlane(max_waiting=1)
     runtime.plane, runtime.name, runtime.client = plane, "e", None
-    from polykv_proxy.config import DurableSettings  # noqa: PLC0415
     from polykv_proxy.metrics import Metrics  # noqa: PLC0415
+    from polykv_proxy.settings import DurableSettings  # noqa: PLC0415
 
     runtime.metrics = Metrics(plane)
     durable = Durable(runtime, None, DurableSettings(), folder=None, model=None)

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from polykv_proxy.config import Settings
 from polykv_proxy.engine.launch import slot_folder, spec_from
 from polykv_proxy.engine.state import Backoff
 from polykv_proxy.errors import ConfigError
+from polykv_proxy.settings import Settings
 
 
 def settings(tmp_path, **engine):
