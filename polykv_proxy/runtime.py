@@ -51,7 +51,7 @@ from polykv_proxy.policy import PolicyFile
 from polykv_proxy.saver import NoSaver
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+    from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
     from typing import Any
 
     from polykv_proxy.core.ledger import Key
@@ -165,6 +165,8 @@ class Runtime:
         """Set, then cleared, whenever something was taken back."""
         self._still: dict[SlotId, asyncio.Future[None]] = {}
         """Slots in which nothing may begin until the future is done."""
+        self._moving: dict[LeaseId, asyncio.Future[Any]] = {}
+        """Requests in whose slots KV is written or read: these stay theirs until that is over."""
         self._sampling: asyncio.Future[EngineSample] | None = None
         self._changed_at = 0.0
         self._looked_at = 0.0
@@ -360,6 +362,21 @@ class Runtime:
                 self.metrics.on_admission("rejected")
                 raise _no_room(never)
 
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """A request waits here before it asks for slots; it counts as one of those who wait.
+
+        Raises:
+            SaturatedError: too many wait already.
+        """
+        if (full := self.plane.on_held()) is not None:
+            self.metrics.on_admission("rejected")
+            raise SaturatedError(full.message, code=full.code, retry_after_s=2)
+        try:
+            yield
+        finally:
+            self.plane.on_let_go()
+
     def gave_up(self, ticket: Ticket) -> None:
         """See ``Pending.give_up``."""
         self._waiters.pop(id(ticket), None)
@@ -368,9 +385,17 @@ class Runtime:
         self._perform(self.plane.on_gave_up(ticket, monotonic()))
 
     def finish(self, lease: Lease, *, clean: bool, content: Content, stop: bool = True) -> None:
-        """End a lease; see ``ControlPlane.on_finished``."""
+        """End a lease; see ``ControlPlane.on_finished``. What moves in its slots goes to its end first."""
+        moving = self._moving.pop(lease.lease_id, None)
+        if moving is not None and not moving.done():
+            moving.add_done_callback(lambda _: self.finish(lease, clean=clean, content=content, stop=stop))
+            return
         self._perform(self.plane.on_finished(lease, monotonic(), clean=clean, content=content, stop=stop))
         self.changed()
+
+    def moves(self, lease: Lease, going: asyncio.Future[Any]) -> None:
+        """KV is written or read in a request's slots: also if its client leaves, they are kept until then."""
+        self._moving[lease.lease_id] = going
 
     def changed(self) -> None:
         """What the engine holds is not what the last sample showed: the next who asks gets a new one."""
@@ -397,19 +422,24 @@ class Runtime:
             del self._still[slot]
             ended.set_result(None)
 
-    async def may_begin(self, lease: Lease) -> None:
+    async def may_begin(self, lease: Lease, timeout_s: float | None = None) -> bool | None:
         """Wait until what the lease is going to fill is empty and nobody needs its slots to be still.
 
-        Send without another await.
+        Send without another await. None when ``timeout_s`` seconds pass without that.
         """
-        while True:
-            if going := [self._still[slot] for slot in lease.slots if slot in self._still]:
-                await asyncio.shield(going[0])
-            elif not lease.ended and self.plane.cells.awaits_room(lease):
-                await self._emptied.wait()
-            else:
-                break
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    if going := [self._still[slot] for slot in lease.slots if slot in self._still]:
+                        await asyncio.shield(going[0])
+                    elif not lease.ended and self.plane.cells.awaits_room(lease):
+                        await self._emptied.wait()
+                    else:
+                        break
+        except TimeoutError:
+            return None
         self.plane.cells.begins(lease)
+        return True
 
     def _perform(self, commands: list[Command]) -> None:
         for command in commands:
@@ -586,20 +616,24 @@ class Runtime:
                 result.exception()
 
     def background(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
-        """Run something to its end whatever becomes of those who wait for it."""
+        """Run something to its end whoever leaves that waits for it; cancel the future to stop it."""
         result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
 
         async def run() -> None:
             try:
-                result.set_result(await coroutine)
+                got = await coroutine
+                if not result.done():
+                    result.set_result(got)
             except PolyKVError as error:
-                result.set_exception(error)
-                result.exception()  # nobody may be waiting any more
+                if not result.done():
+                    result.set_exception(error)
+                    result.exception()  # nobody may be waiting any more
             finally:
                 if not result.done():
                     result.cancel()
 
-        self.spawn(run())
+        task = self.spawn(run())
+        result.add_done_callback(lambda done: done.cancelled() and task.cancel())
         return result
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

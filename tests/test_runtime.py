@@ -14,7 +14,7 @@ from polykv_proxy.core.types import Capability, PoolState, Scope, as_tokens
 from polykv_proxy.edge.tasks import TaskSet
 from polykv_proxy.engine import backend
 from polykv_proxy.engine.state import EngineState, EngineStatus
-from polykv_proxy.errors import SaturatedError
+from polykv_proxy.errors import SaturatedError, UnavailableError
 from polykv_proxy.runtime import Runtime
 
 TOKENS = as_tokens(range(1, 41))
@@ -239,6 +239,36 @@ async def test_a_request_that_never_began_displaced_nobody(proxies, monkeypatch,
     rig.runtime.finish(second, clean=False, content=Content.NEW)
     await until(lambda: rig.idle == 1)
     assert (first.session.slot, second.session.slot) == (slot, None)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_what_runs_in_the_background_is_stopped_only_if_that_is_asked_for(rig, fails):
+    """Who leaves does not stop it; an outcome that comes with the stop is nobody's."""
+    go_on, ends = asyncio.Event(), []
+
+    async def work():
+        try:
+            await go_on.wait()
+        except asyncio.CancelledError:
+            if fails:
+                raise UnavailableError("too late") from None
+            return "too late"
+        finally:
+            ends.append(go_on.is_set())
+
+    going = rig.runtime.background(work())
+    leaving = asyncio.ensure_future(asyncio.shield(going))
+    await asyncio.sleep(0)
+    leaving.cancel()
+    go_on.set()
+    assert await going is None
+    go_on.clear()
+    stopped = rig.runtime.background(work())
+    await asyncio.sleep(0)
+    stopped.cancel()
+    await until(lambda: len(ends) == 2)
+    assert stopped.cancelled()
+    assert ends == [True, False]
 
 
 async def test_one_at_a_time_needs_a_slot_to_be_still(rig):

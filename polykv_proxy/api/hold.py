@@ -6,6 +6,7 @@ a refusal becomes the last event of the stream, in the form of its API.
 
 from __future__ import annotations
 
+import asyncio
 from time import monotonic
 from typing import TYPE_CHECKING, TypeVar
 
@@ -92,3 +93,16 @@ class Hold:
         """End an opened stream with an error event of these members."""
         await self._exchange.write(self._family.error_event(members))
         await self._exchange.end_stream()
+
+
+def done(going: asyncio.Future[T]) -> Callable[[float], Awaitable[tuple[T] | None]]:
+    """A wait for an outcome: None while there is none."""
+
+    async def wait(timeout_s: float) -> tuple[T] | None:
+        try:
+            async with asyncio.timeout(timeout_s):
+                return (await asyncio.shield(going),)
+        except TimeoutError:
+            return None
+
+    return wait

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,7 @@ import structlog
 from polykv_proxy.api import asked as asking
 from polykv_proxy.api.answer import AnswerReader, Usage
 from polykv_proxy.api.hints import Hints
-from polykv_proxy.api.hold import Hold
+from polykv_proxy.api.hold import Hold, done
 from polykv_proxy.api.identity import OUR_HEADER_PREFIX, without_ours
 from polykv_proxy.api.matching import Matching
 from polykv_proxy.api.overflow import STATUSES, Overflows
@@ -140,7 +141,8 @@ class Inference:
         asked, saver = work.asked, self._runtime.saver
         while True:
             if work.family.pooled and not saver.is_settled:
-                await work.hold.until(saver.settled)
+                with self._runtime.held():
+                    await work.hold.until(saver.settled)
             if asked.pool_id is not None and asked.cache and work.family.pooled:
                 await self.matching.use_named(work, PoolId(asked.pool_id))
             if await self._attempt(work, await self._sized(work, ask)):
@@ -191,7 +193,7 @@ class Inference:
         if asked.pool_id is None and not await self.matching.use_new(work):
             await self.matching.use_longest(work)
         await self._swap(work)
-        await self._runtime.may_begin(lease)
+        await work.hold.until(partial(self._runtime.may_begin, lease))
         self.matching.look_again(work)
 
     async def _swap(self, work: Work) -> None:
@@ -208,8 +210,12 @@ class Inference:
             and saver.may_help(work.scope, asked.body)
         ):
             tokens = await self.matching.tokens_of(work)
-        await self._runtime.may_begin(lease)  # what has to go for it is gone
-        await saver.before_request(lease, tokens, work.matched)
+        await work.hold.until(partial(self._runtime.may_begin, lease))  # what has to go for it is gone
+        going = self._runtime.background(saver.before_request(lease, tokens, work.matched))
+        try:
+            await work.hold.until(done(going))
+        finally:
+            going.cancel()
 
     async def _go(self, work: Work, *, whole: bool) -> None:
         """Send it and pass the answer on.

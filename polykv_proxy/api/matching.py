@@ -5,18 +5,17 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from time import monotonic
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import structlog
 
 from polykv_proxy.api import asked as asking
+from polykv_proxy.api.hold import done
 from polykv_proxy.api.outline import has_media
 from polykv_proxy.core.types import text_prefix
 from polykv_proxy.errors import EngineGoneError, PolyKVError
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
     from polykv_proxy.api.asked import Asked
     from polykv_proxy.api.families import Family
     from polykv_proxy.api.hints import Hints
@@ -26,8 +25,6 @@ if TYPE_CHECKING:
     from polykv_proxy.runtime import Runtime
 
 log = structlog.get_logger(__name__)
-
-T = TypeVar("T")
 
 MAX_LOOKS = 8
 """Times a request looks for somebody to share with before it runs on what there is."""
@@ -54,13 +51,14 @@ class Matching:
         """Find out how far the request can ride on the pool it names; never an error for the pool's sake."""
         plane = self._runtime.plane
         if not plane.serving:
-            await work.hold.until(self._serving)
+            with self._runtime.held():
+                await work.hold.until(self._serving)
         pool = plane.pools.find(pool_id, work.scope)
         if pool is None and plane.tree.get(pool_id) is not None:
             log.info("pool_of_another_key", pool_id=pool_id)
         if pool is not None and pool.comes_back:
             going = self._runtime.background(self._pooling.revive(pool))
-            pool = (await work.hold.until(_patience(going)))[0]
+            pool = (await work.hold.until(done(going)))[0]
         if pool is None or not pool.resident or not plane.capability.has_pools:
             work.pool_unknown = True
             return
@@ -121,7 +119,7 @@ class Matching:
             own = len(tokens) - matched
             share = self._pooling.share_from(slot, common, own_tokens=own, since=since)
             going = self._runtime.background(share)
-            if not (await work.hold.until(_patience(going)))[0]:
+            if not (await work.hold.until(done(going)))[0]:
                 break  # 2: it was not to be
         work.plan = plane.pools.match(tokens, work.scope, now_ts=self._runtime.now_ts())  # 3
 
@@ -198,16 +196,3 @@ class Matching:
             # the engine will refuse the request itself, in its own words
             log.debug("prompt_not_tokenized", api=family.dialect.value, reason=error.message)
             return None
-
-
-def _patience(going: asyncio.Future[T]) -> Callable[[float], Awaitable[tuple[T] | None]]:
-    """A wait for an outcome: None while there is none."""
-
-    async def wait(timeout_s: float) -> tuple[T] | None:
-        try:
-            async with asyncio.timeout(timeout_s):
-                return (await asyncio.shield(going),)
-        except TimeoutError:
-            return None
-
-    return wait

@@ -78,6 +78,8 @@ class ControlPlane:
         self.cells = Cells()
         self._serving = False
         self._waiting: OrderedDict[int, Ticket] = OrderedDict()
+        self._held = 0
+        """Requests that wait for the engine, or for pools that come back, before they ask for slots."""
         self.sessions = SessionBook(f"auto-{number}-" if number else "auto-")
         self.experience = Experience()
         self._running: dict[LeaseId, Lease] = {}
@@ -132,8 +134,8 @@ class ControlPlane:
 
     @property
     def waiting(self) -> int:
-        """Requests that wait for slots."""
-        return len(self._waiting)
+        """Requests that wait for slots, or before that for the engine and its pools."""
+        return len(self._waiting) + self._held
 
     def on_engine_ready(
         self, facts: EngineFacts, capability: Capability, reason: str | None, model_identity: str, now: float
@@ -317,11 +319,29 @@ class ControlPlane:
                 return Admit(lease)  # 1
         if (never := self._never(ask, now)) is not None:
             return never  # 2
-        if len(self._waiting) >= self._max_waiting:
-            return Reject("queue_full", f"{len(self._waiting)} requests are waiting already")  # 3
+        if (full := self._full()) is not None:
+            return full  # 3
         ticket = Ticket(ask, conversation, now, now_ts)
         self._waiting[id(ticket)] = ticket
         return Queue(ticket)  # 4
+
+    def on_held(self) -> Reject | None:
+        """A request is to wait before it asks for slots: it takes a place in line, if there is one.
+
+        Told of its end by ``on_let_go``.
+        """
+        full = self._full()
+        self._held += full is None
+        return full
+
+    def on_let_go(self) -> None:
+        """It waits there no more."""
+        self._held -= 1
+
+    def _full(self) -> Reject | None:
+        if self.waiting < self._max_waiting:
+            return None
+        return Reject("queue_full", f"{self.waiting} requests are waiting already")
 
     def _never(self, ask: Ask, now: float) -> Never | None:
         found = self.cells.never(ask, now)

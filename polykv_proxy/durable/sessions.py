@@ -106,7 +106,7 @@ class SavedSessions:
             slot = self._plane.board.slots[number]
             session = slot.before[0]
             if session is not None and session is not lease.session:
-                await self._to_the_end(self._save(slot, session))
+                await self._moves(lease, self._save(slot, session))
 
     async def keep_resident(self, number: SlotId) -> None:
         """Save what a slot holds that is about to be emptied; whoever calls keeps others off it."""
@@ -246,11 +246,7 @@ class SavedSessions:
         if why_not is not None:
             log.debug("kv_not_restored", key=entry.state.key, matched=matched, held=held, reason=why_not)
             return
-        entry.holds += 1
-        try:
-            await self._to_the_end(self._restore(lease, session, entry, matched))
-        finally:
-            entry.holds -= 1
+        await self._moves(lease, self._restore(lease, session, entry, matched))
 
     def _left_there(self, number: SlotId, tokens: Tokens) -> int:
         """Leading tokens of a prompt that its slot holds of the conversation before, as far as is known."""
@@ -267,12 +263,14 @@ class SavedSessions:
         if lease.ended or not self._plane.serving:
             return
         self._plane.board.forget_before(slot)  # gone from now on, also if this fails
+        entry.holds += 1
         try:
             moved = await runtime.client.restore_slot(slot, entry.state.file)
         except PolyKVError as error:
             self._shelf.failed("restore", error.message, key=entry.state.key)
             return
         finally:
+            entry.holds -= 1
             runtime.backend.forget([slot])
             runtime.changed()
         if moved.n_tokens != len(entry.tokens):
@@ -373,6 +371,13 @@ class SavedSessions:
                 await self._shelf.remove(entry, Reason.DELETED)
         return keep and bool(saved)
 
+    async def _moves(self, lease: Lease, work: Coroutine[Any, Any, None]) -> None:
+        """Do it all: whoever leaves is gone at once, and his slots are kept until it is done (rule 1)."""
+        going = self._runtime.background(work)
+        self._runtime.moves(lease, going)
+        await asyncio.wait([going])
+        _tell(going)
+
     async def _to_the_end(self, work: Coroutine[Any, Any, None]) -> None:
         """Do it all whoever leaves (rule 1), and only then go on, or leave."""
         going = self._runtime.background(work)
@@ -384,8 +389,13 @@ class SavedSessions:
                 left = cancelled
         if left is not None:
             raise left
-        if not going.cancelled() and (error := going.exception()) is not None:
-            log.info("kv_not_moved", reason=str(error))
+        _tell(going)
+
+
+def _tell(over: asyncio.Future[None]) -> None:
+    """Where it failed, nobody's request does."""
+    if not over.cancelled() and (error := over.exception()) is not None:
+        log.info("kv_not_moved", reason=str(error))
 
 
 def _is_named(session: Session, key: str) -> bool:

@@ -67,6 +67,20 @@ def test_a_queue_has_an_end():
     assert decision.code == "queue_full"
 
 
+def test_who_waits_before_the_line_has_a_place_in_it():
+    """Both are bounded together; who is let go makes room."""
+    plane = serving(slots=1, max_waiting=2)
+    admitted(plane)
+    assert plane.on_held() is None
+    assert isinstance(request(plane), Queue)
+    assert plane.waiting == 2
+    for refused in (plane.on_held(), request(plane)):
+        assert isinstance(refused, Reject)
+        assert refused.code == "queue_full"
+    plane.on_let_go()
+    assert isinstance(request(plane), Queue)
+
+
 def test_those_who_wait_are_served_in_order():
     """Each freed slot wakes the one who came first; a newcomer does not pass."""
     plane = serving(slots=1)

@@ -21,11 +21,18 @@ async def proxies(tmp_path: Path) -> AsyncIterator[Callable[..., Coroutine[Any, 
     """Starts proxies, each with an engine of its own, over the same folder."""
     async with AsyncExitStack() as stack:
 
-        async def start(*, slots: int = 1, max_pools: int = 3, prepare: Any = None, **durable: Any) -> Rig:
+        async def start(
+            *,
+            slots: int = 1,
+            max_pools: int = 3,
+            prepare: Any = None,
+            queue: Any = None,
+            **durable: Any,
+        ) -> Rig:
             fake = FakeDurable(tmp_path, slots=slots, max_pools=max_pools)
             if prepare is not None:
                 prepare(fake)
-            rig = Rig(saving=fake, pools={"auto_pools": False}, durable=QUICK | durable)
+            rig = Rig(saving=fake, pools={"auto_pools": False}, durable=QUICK | durable, queue=queue or {})
             return await stack.enter_async_context(rig)
 
         yield start

@@ -188,6 +188,32 @@ async def test_requests_wait_for_the_tree_or_do_without(proxies, policy, waits):
     await until(lambda: all(pool.state is PoolState.RESIDENT for pool in rig.runtime.plane.tree))
 
 
+@pytest.mark.parametrize("named", [False, True])
+async def test_who_waits_for_the_tree_counts_as_waiting(proxies, named):
+    """The line for slots and the line before it are bounded together; who leaves makes room."""
+    rig = await proxies(slots=2, queue={"max_depth": 2})
+    _, child = await grown(rig)
+    rig.down()
+    rig.engine.restart()
+    held = rig.engine.slow[CHILDS] = asyncio.Event()
+    body = {"prompt": CHILD["prompt"] + "and on"} | ({"pool_id": child["pool_id"]} if named else {})
+    if not named:
+        await rig.up()
+    waiting = [rig.start("/v1/completions", body) for _ in range(2)]
+    await until(lambda: rig.runtime.plane.waiting == 2)
+    refused = await rig.ask("/v1/completions", body)
+    assert (refused.status, refused.error["code"]) == (429, "queue_full")
+    waiting.pop().cancel()
+    await until(lambda: rig.runtime.plane.waiting == 1)
+    waiting.append(rig.start("/v1/completions", body))
+    await until(lambda: rig.runtime.plane.waiting == 2)
+    if named:
+        await rig.up()
+    held.set()
+    assert [(await one).status for one in waiting] == [200, 200]
+    assert rig.runtime.plane.waiting == 0
+
+
 async def test_who_waited_for_the_engine_waits_for_the_tree_too(proxies):
     """He was in line before anybody knew that there was something to wait for."""
     rig = await proxies(slots=2)
