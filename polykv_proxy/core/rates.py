@@ -26,15 +26,17 @@ if TYPE_CHECKING:
 
 WINDOW_TOKENS = 128.0
 WINDOW_S = 2.0
-"""What is older than so many tokens or seconds, whichever is less, counts for little."""
+"""The rate looks back over so many tokens or seconds, whichever is less. What it counts is on the average as
+old as in a plain mean over that window: half of it, the span of an exponential average."""
 
 WARM_TOKENS = 16
 WARM_S = 2.0
 """Tokens or seconds of decoding after which a rate is shown."""
 
-PAUSE_TOKENS = 1.5
-"""A pause shorter than so many tokens take is how tokens come; a longer one slows the rate down while it
-lasts. Without that, whoever looks during a stall would see the speed before it."""
+PAUSE_GAPS = 1.5
+"""A pause shorter than so many of the gaps in which tokens come, one or several at once, is how they come; a
+longer one slows the rate down while it lasts. Without that, whoever looks during a stall would see the speed
+before it."""
 
 STALE_S = 3.0
 """Age in seconds from which a reading says nothing about the present."""
@@ -43,11 +45,12 @@ STALE_S = 3.0
 class DecodeRate:
     """How fast tokens come to one reader, over all its answers."""
 
-    __slots__ = ("_held", "_pause", "_seconds", "_seen_seconds", "_seen_tokens", "_tokens")
+    __slots__ = ("_gaps", "_held", "_pause", "_seconds", "_seen_seconds", "_seen_tokens", "_tokens")
 
     def __init__(self) -> None:
         self._tokens = 0.0
         self._seconds = 0.0
+        self._gaps = 0.0
         self._held = 0
         self._pause = 0.0
         self._seen_tokens = 0
@@ -63,7 +66,10 @@ class DecodeRate:
             return
         self._held = 0
         self._seen_seconds += seconds
-        self._tokens, self._seconds = self._after(tokens, seconds)
+        kept, weight = _ageing(tokens, seconds)
+        self._tokens = self._tokens * kept + tokens * weight
+        self._seconds = self._seconds * kept + seconds * weight
+        self._gaps = self._gaps * kept + weight
 
     def pause(self, seconds: float) -> None:
         """No token came for so long; forgotten with the next one, which brings its whole time along."""
@@ -80,21 +86,21 @@ class DecodeRate:
         """Tokens a second; None until it is warm."""
         if not self.warm:
             return None
-        usual = self._seconds / self._tokens if self._tokens > 0.0 else WINDOW_S
-        if self._pause <= PAUSE_TOKENS * usual:
+        usual = self._seconds / self._gaps
+        if self._pause <= PAUSE_GAPS * usual:
             return self._tokens / self._seconds
-        tokens, seconds = self._after(0, self._pause - usual)
-        return tokens / seconds
+        over = self._pause - usual
+        kept, weight = _ageing(0, over)
+        return self._tokens * kept / (self._seconds * kept + over * weight)
 
-    def _after(self, tokens: int, seconds: float) -> tuple[float, float]:
-        """Both sums with what came last.
 
-        The forgetting is continuous within the interval too, so that two halves of it do what the whole
-        does.
-        """
-        windows = max(tokens / WINDOW_TOKENS, seconds / WINDOW_S)
-        kept, weight = exp(-windows), -expm1(-windows) / windows
-        return self._tokens * kept + tokens * weight, self._seconds * kept + seconds * weight
+def _ageing(tokens: int, seconds: float) -> tuple[float, float]:
+    """What is left of everything before, and of what came in this interval, at its end.
+
+    The forgetting is continuous within the interval too, so that two halves of it do what the whole does.
+    """
+    ages = 2.0 * max(tokens / WINDOW_TOKENS, seconds / WINDOW_S)
+    return exp(-ages), -expm1(-ages) / ages
 
 
 @dataclass(frozen=True, slots=True)
