@@ -403,7 +403,10 @@ class ControlPlane:
         if not clean:
             if stop:
                 self.board.leave(lease.slots[0])
-            return [AwaitIdle(lease, stop)]
+            return [
+                AwaitIdle(lease, stop),
+                *self._serve_waiting(now),
+            ]  # one may wait for that slot from now on
         return self._free(lease, now, content)
 
     def holds(self, lease: Lease) -> bool:

@@ -307,7 +307,9 @@ class SlotBoard:
         self.slots[number].before = (None, ())
 
     def forget(self, number: SlotId) -> None:
-        """The slot holds nothing of use any more."""
+        """The slot holds nothing of use any more; no effect while its request is being stopped (rule 4)."""
+        if number in self._leaving:
+            return
         slot = self.slots[number]
         if slot.session is not None and slot.session.slot == number:
             slot.session.slot = None
