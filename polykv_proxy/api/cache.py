@@ -8,7 +8,7 @@ from aiohttp import web
 
 from polykv_proxy.api.reply import json_reply
 from polykv_proxy.durable.identity import config_hash
-from polykv_proxy.errors import NotFoundError
+from polykv_proxy.errors import BadRequestError, NotFoundError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -17,6 +17,11 @@ if TYPE_CHECKING:
     from polykv_proxy.core.types import Scope
     from polykv_proxy.durable.service import Durable
     from polykv_proxy.fleet import Engine, Fleet
+
+
+DEFAULT_LIMIT = 100
+MAX_LIMIT = 200
+"""Entries of a page; so many take about a millisecond or two."""
 
 
 class CacheApi:
@@ -40,20 +45,10 @@ class CacheApi:
         ]
 
     async def list_entries(self, request: web.Request) -> web.Response:
-        """``GET /polykv/cache``: every state on disk, and what went lately."""
-        scope = self._sees(request)
-        entries: list[dict[str, Any]] = []
-        gone: list[dict[str, Any]] = []
-        for engine, durable in self._savers():
-            catalogue = durable.shelf.catalogue
-            entries += [
-                entry_view(engine.name, catalogue, entry)
-                for entry in catalogue
-                if scope in (None, entry.scope)
-            ]
-            gone += [tombstone_view(engine.name, each) for each in catalogue.tombstones(scope)]
+        """``GET /polykv/cache``: the states on disk, page by page, and what went lately."""
+        found = self._page(request, None)
         engines = [{"engine": engine.name, **engine.runtime.saver.status()} for engine in self._fleet]
-        return json_reply({"entries": entries, "tombstones": gone, "engines": engines})
+        return json_reply(found | {"engines": engines})
 
     async def show(self, request: web.Request) -> web.Response:
         """``GET /polykv/cache/{key}``: the states of a key and of those nested below it.
@@ -61,20 +56,39 @@ class CacheApi:
         Raises:
             NotFoundError: there is none; its tombstone, if it has one, says why.
         """
-        key, scope = request.match_info["key"], self._sees(request)
-        found: list[dict[str, Any]] = []
-        gone: list[dict[str, Any]] = []
-        for engine, durable in self._savers():
-            catalogue = durable.shelf.catalogue
-            found += [entry_view(engine.name, catalogue, entry) for entry in catalogue.under(key, scope)]
-            gone += [
-                tombstone_view(engine.name, each) for each in catalogue.tombstones(scope) if each.key == key
-            ]
-        if not found:
+        key = request.match_info["key"]
+        found = self._page(request, key)
+        if not found["entries"] and "after" not in request.query:
+            gone = found["tombstones"]
             raise NotFoundError(
                 f"nothing is saved under {key}", code="cache_not_found", param="key", tombstones=gone
             )
-        return json_reply({"key": key, "entries": found, "tombstones": gone})
+        return json_reply({"key": key, **found})
+
+    def _page(self, request: web.Request, key: str | None) -> dict[str, Any]:
+        """Entries after the given one, engine by engine; on the first page tombstones, which are never many.
+
+        Raises:
+            BadRequestError: ``limit`` or ``after`` is none.
+        """
+        scope, limit = self._sees(request), _limit(request)
+        start, seen = _after(request)
+        entries: list[dict[str, Any]] = []
+        gone: list[dict[str, Any]] = []
+        following: str | None = None
+        for engine, durable in self._savers():
+            catalogue = durable.shelf.catalogue
+            if "after" not in request.query:
+                gone += [tombstone_view(engine.name, each) for each in catalogue.tombstones(scope, key)]
+            if engine.number < start or following is not None:
+                continue
+            after = seen if engine.number == start else 0
+            room = limit - len(entries)
+            page, last = catalogue.page(scope, key=key, after=after, limit=max(1, room))
+            entries += [entry_view(engine.name, catalogue, entry) for entry in page[:room]]
+            if page and (last is not None or not room):
+                following = f"{engine.number}-{last if room else after}"
+        return {"entries": entries, "tombstones": gone, "next": following}
 
     async def delete(self, request: web.Request) -> web.Response:
         """``DELETE /polykv/cache/{key}``: with all that is nested below it.
@@ -93,6 +107,22 @@ class CacheApi:
 
     def _savers(self) -> list[tuple[Engine, Durable]]:
         return [(engine, engine.durable) for engine in self._fleet if engine.durable is not None]
+
+
+def _limit(request: web.Request) -> int:
+    raw = request.query.get("limit", str(DEFAULT_LIMIT))
+    if not (raw.isascii() and raw.isdigit() and len(raw) < 10 and 0 < int(raw) <= MAX_LIMIT):
+        raise BadRequestError(f"limit must be a number from 1 to {MAX_LIMIT}", param="limit")
+    return int(raw)
+
+
+def _after(request: web.Request) -> tuple[int, int]:
+    """Engine and number of the last entry that was seen."""
+    raw = request.query.get("after", "0-0")
+    engine, _, number = raw.partition("-")
+    if not (raw.isascii() and engine.isdigit() and number.isdigit() and len(raw) < 32):
+        raise BadRequestError("after must be what next was in the page before", param="after")
+    return int(engine), int(number)
 
 
 def entry_view(engine: str, catalogue: Catalogue, entry: Entry) -> dict[str, Any]:

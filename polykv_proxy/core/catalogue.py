@@ -4,9 +4,11 @@ Rule 1: an entry belongs to (kind, scope, key, model, configuration), and there 
 again takes its place.
 Rule 2: that partitions, tokens decide: a request gets the entry of its scope and model that has the longest
 token-exact prefix in common with it, whatever key or configuration that was saved under.
-Rule 3: an entry in use is neither swept nor deleted.
+Rule 3: an entry in use is neither swept nor deleted. One that turned out to be wrong is found by nobody any
+more; its file is there until the last who works with it is done.
 Rule 4: why an entry is gone is remembered for a while; where the next one took its place, nothing is gone.
 Rule 5: nothing here touches a file. What a method returns is what the caller has to do on disk.
+Rule 6: looking for a request's tokens, or for a key, takes as long as what is found, not as what there is.
 """
 
 from __future__ import annotations
@@ -14,20 +16,19 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from itertools import islice
+from typing import TYPE_CHECKING, TypeVar
 
 from polykv_proxy.core.prefix import PrefixIndex
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from polykv_proxy.core.types import PoolId, Scope, Tokens
 
 MAX_TOMBSTONES = 512
 QUADRATIC_TOKENS = 8192.0
 """Length from which computing a prompt costs more for its attention than for anything else, about."""
-LARGEST_REST = 8
-"""Tokens that are read for nothing to each token that need not be computed, at most."""
 
 
 class Kind(StrEnum):
@@ -46,6 +47,10 @@ class Reason(StrEnum):
     """The engine took it and reused less than it should have."""
     IDENTITY_CHANGED = "identity_changed"
     """The file is not what was saved, or no engine here can read it any more."""
+
+
+_ASKED_FOR = frozenset({Reason.SWEPT, Reason.DELETED})
+"""Why an entry goes that could as well stay (rule 3)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +104,8 @@ class Entry:
     uses: int = 0
     holds: int = 0
     """Who works with its file now."""
+    number: int = 0
+    """In the order in which they came."""
 
     @property
     def tokens(self) -> Tokens:
@@ -127,6 +134,8 @@ class Tombstone:
     tokens: int
     reason: Reason
     gone_ts: float
+    file: str = ""
+    """The name it had."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,11 +155,18 @@ class Catalogue:
         self._entries: dict[tuple[str, ...], Entry] = {}
         self._keys: dict[tuple[Kind, Scope, str], dict[Entry, None]] = {}
         """Entries by what they are of, whatever model and configuration."""
+        self._below: dict[str, dict[Entry, None]] = {}
+        """Entries by their keys and by all that these are under."""
+        self._pools: dict[str, dict[Entry, None]] = {}
+        """Pools by model."""
         self._sessions: dict[str, PrefixIndex[Entry]] = {}
         """Sessions by what they hold, one index a model."""
         self._counts: Counter[tuple[Scope, str]] = Counter()
         """How many sessions of a scope and model there are."""
         self._tombstones: OrderedDict[tuple[Kind, Scope, str], Tombstone] = OrderedDict()
+        self._came = 0
+        self.burials = 0
+        """Goes up whenever a tombstone comes or goes."""
         self.total_bytes = 0
 
     def __iter__(self) -> Iterator[Entry]:
@@ -169,12 +185,18 @@ class Catalogue:
         if before is not None:
             self._drop(before)
             uses += before.uses
-        entry = Entry(state, used_ts, uses)
+        self._came += 1
+        entry = Entry(state, used_ts, uses, number=self._came)
         self._entries[state.identity] = entry
         self._keys.setdefault((state.kind, state.scope, state.key), {})[entry] = None
+        for key in above(state.key):
+            self._below.setdefault(key, {})[entry] = None
         self.total_bytes += state.file_bytes
-        self._tombstones.pop((state.kind, state.scope, state.key), None)
-        if state.kind is Kind.SESSION:
+        if self._tombstones.pop((state.kind, state.scope, state.key), None) is not None:
+            self.burials += 1
+        if state.kind is Kind.POOL:
+            self._pools.setdefault(state.model_id, {})[entry] = None
+        else:
             self._sessions.setdefault(state.model_id, PrefixIndex()).add(entry)
             self._counts[state.scope, state.model_id] += 1
         return entry
@@ -184,29 +206,35 @@ class Catalogue:
         return self._entries.get(entry.state.identity) is entry
 
     def remove(self, entry: Entry, reason: Reason, now_ts: float) -> bool:
-        """An entry goes; False if it is in use, or was gone."""
-        if entry.holds or not self.has(entry):
+        """An entry goes; False if it is in use and right, or was gone (rule 3)."""
+        if (entry.holds and reason in _ASKED_FOR) or not self.has(entry):
             return False
         self._drop(entry)
         state = entry.state
-        name = (state.kind, state.scope, state.key)
-        self._tombstones.pop(name, None)
-        self._tombstones[name] = Tombstone(
-            *name[:1], state.key, state.scope, len(state.tokens), reason, now_ts
-        )
-        if len(self._tombstones) > MAX_TOMBSTONES:
-            self._tombstones.popitem(last=False)
+        count = len(state.tokens)
+        self.bury(Tombstone(state.kind, state.key, state.scope, count, reason, now_ts, state.file))
         return True
+
+    def bury(self, *gone: Tombstone) -> None:
+        """Remember why entries are gone, in this order; of too many the first are forgotten."""
+        for one in gone:
+            name = (one.kind, one.scope, one.key)
+            self._tombstones.pop(name, None)
+            self._tombstones[name] = one
+        while len(self._tombstones) > MAX_TOMBSTONES:
+            self._tombstones.popitem(last=False)
+        self.burials += 1
 
     def _drop(self, entry: Entry) -> None:
         state = entry.state
         del self._entries[state.identity]
-        name = (state.kind, state.scope, state.key)
-        del self._keys[name][entry]
-        if not self._keys[name]:
-            del self._keys[name]
+        _take_out(self._keys, (state.kind, state.scope, state.key), entry)
+        for key in above(state.key):
+            _take_out(self._below, key, entry)
         self.total_bytes -= state.file_bytes
-        if state.kind is Kind.SESSION:
+        if state.kind is Kind.POOL:
+            _take_out(self._pools, state.model_id, entry)
+        else:
             self._sessions[state.model_id].remove(entry)
             self._counts[state.scope, state.model_id] -= 1
 
@@ -223,30 +251,45 @@ class Catalogue:
 
     def pools(self, model_id: str) -> list[Entry]:
         """Saved pools of a model, shorter ones first, so that parents come before children."""
-        found = [
-            entry for entry in self if entry.state.kind is Kind.POOL and entry.state.model_id == model_id
-        ]
-        return sorted(found, key=lambda entry: len(entry.tokens))
+        return sorted(self._pools.get(model_id, ()), key=lambda entry: len(entry.tokens))
 
     def under(self, key: str, scope: Scope | None) -> list[Entry]:
         """Entries of a key, as seen from a scope (None sees all); see ``is_under``."""
-        return [entry for entry in self if scope in (None, entry.scope) and is_under(entry.state.key, key)]
+        return [entry for entry in self._below.get(key, ()) if scope in (None, entry.scope)]
 
-    def tombstones(self, scope: Scope | None) -> list[Tombstone]:
-        """What went, latest first."""
-        return [each for each in reversed(self._tombstones.values()) if scope in (None, each.scope)]
+    def page(
+        self, scope: Scope | None, *, key: str | None = None, after: int = 0, limit: int
+    ) -> tuple[list[Entry], int | None]:
+        """Some entries in the order in which they came, and the number to go on after; None: that is all.
+
+        Args:
+            scope: who asks; None sees all.
+            key: only those of this key, see ``is_under``; None: of all.
+            after: number of the last one that was seen.
+            limit: at most so many.
+        """
+        among: Iterable[Entry] = self._entries.values() if key is None else self._below.get(key, ())
+        seen = (entry for entry in among if entry.number > after and scope in (None, entry.scope))
+        found = list(islice(seen, limit + 1))
+        return found[:limit], found[limit - 1].number if len(found) > limit else None
+
+    def tombstones(self, scope: Scope | None, key: str | None = None) -> list[Tombstone]:
+        """What went, latest first; with a key only what was under it."""
+        return [
+            each
+            for each in reversed(self._tombstones.values())
+            if scope in (None, each.scope) and (key is None or is_under(each.key, key))
+        ]
 
     def moved(self, entry: Entry) -> tuple[str, ...]:
-        """Parts of the configuration that differ from the latest other entry of the same key and model."""
+        """Parts of the configuration that differ from the last other entry of the same key and model."""
         state = entry.state
-        others = [
-            each
-            for each in self._keys.get((state.kind, state.scope, state.key), ())
-            if each is not entry and each.state.model_id == state.model_id
-        ]
-        if not others:
+        for each in reversed(self._keys.get((state.kind, state.scope, state.key), {})):
+            if each is not entry and each.state.model_id == state.model_id:
+                latest = each.state.config
+                break
+        else:
             return ()
-        latest = max(others, key=lambda each: each.state.created_ts).state.config
         names = sorted({*latest, *state.config})
         return tuple(name for name in names if latest.get(name) != state.config.get(name))
 
@@ -283,42 +326,19 @@ def is_under(key: str, above: str) -> bool:
     return key == above or key.startswith((f"{above}/", f"{above}#"))
 
 
+def above(key: str) -> list[str]:
+    """All keys that a key is under (``is_under``), itself among them."""
+    return [key[:at] for at, mark in enumerate(key) if mark in "/#"] + [key]
+
+
+K = TypeVar("K")
+
+
+def _take_out(index: dict[K, dict[Entry, None]], key: K, entry: Entry) -> None:
+    del index[key][entry]
+    if not index[key]:
+        del index[key]
+
+
 def _is_pinned(entry: Entry) -> bool:
     return entry.state.pool is not None and entry.state.pool.pinned
-
-
-def pays(  # noqa: PLR0913 - all that counts
-    *,
-    matched: int,
-    held: int,
-    saved: int,
-    free_cells: int,
-    window: int,
-    min_gain: int,
-) -> str | None:
-    """Why restoring a state would not pay; None where it does.
-
-    1. Pools or the slot hold as much, or nearly.
-    2. Nearly all of it is another conversation's: it would be read, and fill cells, for nothing.
-    3. It does not fit: for a moment the engine needs cells for all of it, whatever it shares afterwards.
-
-    Args:
-        matched: leading tokens that the state and the request have in common.
-        held: leading tokens that the request would have anyway.
-        saved: tokens of the state.
-        free_cells: cells that nobody uses or counts on.
-        window: of a slot.
-        min_gain: tokens that are worth reading a file.
-    """
-    if matched - held < min_gain:
-        return "no_gain"  # 1
-    if saved - matched > LARGEST_REST * (matched - held):
-        return "too_long"  # 2
-    if saved > free_cells or saved >= window:
-        return "no_room"  # 3
-    return None
-
-
-def goes_on(matched: int, saved: int) -> bool:
-    """Whether so many common tokens make it that conversation, not one that began alike: half of it."""
-    return 2 * matched > saved

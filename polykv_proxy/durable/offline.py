@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from polykv_proxy.core.catalogue import Catalogue
+from polykv_proxy.core.catalogue import Catalogue, Reason
 from polykv_proxy.durable.identity import config_hash
 from polykv_proxy.durable.store import Store, StoreError, sidecar_name
 from polykv_proxy.engine import slotfile
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-    from polykv_proxy.core.catalogue import Retention, SavedState
+    from polykv_proxy.core.catalogue import Entry, Retention, SavedState, Tombstone
 
 FIRST_TOKENS = 8
 
@@ -34,9 +34,11 @@ class Folder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.store = Store(path)
-        found, self.problems = self.store.scan()
+        seen = self.store.scan()
+        self.problems = seen.problems
         self.catalogue = Catalogue()
-        for one in found:
+        self.catalogue.bury(*self.store.tombstones())
+        for one in seen.found:
             self.catalogue.add(one.state, used_ts=one.used_ts, uses=one.uses)
 
     def listing(self) -> list[dict[str, Any]]:
@@ -87,13 +89,19 @@ class Folder:
             gone = list(self.catalogue)
             if not everything:
                 gone = self.catalogue.overdue(limits, now_ts, self.store.free_bytes())
-            for entry in gone:
-                self.store.delete(entry.state)
+            self._remove(gone, Reason.SWEPT, now_ts)
         finally:
             os.close(claim)
         return len(gone), sum(entry.state.file_bytes for entry in gone)
 
-    def delete(self, key: str) -> int:
+    def _remove(self, gone: list[Entry], reason: Reason, now_ts: float) -> None:
+        for entry in gone:
+            self.store.delete(entry.state)
+            self.catalogue.remove(entry, reason, now_ts)
+        if gone:
+            self.store.keep_tombstones(self.catalogue.tombstones(None)[::-1])
+
+    def delete(self, key: str, now_ts: float) -> int:
         """Delete a key's states and those of all keys nested below it; returns how many.
 
         Raises:
@@ -104,8 +112,7 @@ class Folder:
             return 0
         claim = self.claim()
         try:
-            for entry in entries:
-                self.store.delete(entry.state)
+            self._remove(entries, Reason.DELETED, now_ts)
         finally:
             os.close(claim)
         return len(entries)
@@ -117,11 +124,20 @@ def folders(state_dir: Path) -> list[Folder]:
 
 
 def inspect(file: Path, *, all_tokens: bool) -> dict[str, Any]:
-    """What a slot file says of itself, and what its sidecar says of it, if it has one.
+    """What a slot file says of itself, and what its sidecar says of it, if it has one; or why it is gone.
 
     Raises:
         UnavailableError: it cannot be read, or is no slot file.
     """
+    if not file.exists() and (gone := _grave(file)) is not None:
+        return {
+            "file": str(file),
+            "key": gone.key,
+            "kind": gone.kind.value,
+            "n_tokens": gone.tokens,
+            "gone": gone.reason.value,
+            "gone_ts": gone.gone_ts,
+        }
     tokens = slotfile.read_file(file)
     found: dict[str, Any] = {
         "file": str(file),
@@ -130,7 +146,7 @@ def inspect(file: Path, *, all_tokens: bool) -> dict[str, Any]:
         "n_tokens": len(tokens),
         "tokens": list(tokens if all_tokens else tokens[:FIRST_TOKENS]),
     }
-    for one in Store(file.parent).scan()[0]:
+    for one in Store(file.parent).scan().found:
         if one.state.file == file.name:
             found |= {
                 "key": one.state.key,
@@ -141,6 +157,10 @@ def inspect(file: Path, *, all_tokens: bool) -> dict[str, Any]:
                 "right": _why_wrong(Store(file.parent), one.state) is None,
             }
     return found
+
+
+def _grave(file: Path) -> Tombstone | None:
+    return next((one for one in Store(file.parent).tombstones() if one.file == file.name), None)
 
 
 def _why_wrong(store: Store, state: SavedState) -> str | None:

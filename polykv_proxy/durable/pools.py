@@ -192,25 +192,24 @@ class SavedPools:
         entry = self._entry(pool)
         if entry is None or not self._shelf.on or entry.tokens != pool.tokens:
             return None
+        async with self._shelf.holding(entry):
+            if not await self._fits(pool) or not await self._shelf.check(entry):
+                return None
+            try:
+                return await self._restore(pool, entry, parent, branch_pos)
+            except UnavailableError as error:
+                if isinstance(error, EngineGoneError):
+                    raise
+                self._shelf.failed("restore", error.message, key=entry.state.key)
+                return None
+
+    async def _fits(self, pool: PrefixPool) -> bool:
+        """Whether there are cells for all of it: for a moment it takes also those that are its parent's."""
         sample = await self._runtime.sample(max_age_s=0.0)
         ledger = self._plane.cells.ledger
         if sample is None or ledger is None:
-            return None
-        # for a moment it takes all its cells, also those that are its parent's; who runs keeps what is his
-        if min(sample.cells_free, ledger.figures().admissible) < pool.prefix_len:
-            return None
-        if not await self._shelf.check(entry):
-            return None
-        entry.holds += 1
-        try:
-            return await self._restore(pool, entry, parent, branch_pos)
-        except UnavailableError as error:
-            if isinstance(error, EngineGoneError):
-                raise
-            self._shelf.failed("restore", error.message, key=entry.state.key)
-            return None
-        finally:
-            entry.holds -= 1
+            return False
+        return min(sample.cells_free, ledger.figures().admissible) >= pool.prefix_len  # who runs keeps his
 
     async def _restore(
         self, pool: PrefixPool, entry: Entry, parent: PrefixPool | None, branch_pos: int

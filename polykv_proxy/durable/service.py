@@ -273,6 +273,7 @@ class Durable:
 
     async def round(self) -> None:
         """One look at everything."""
+        await self.shelf.remember()
         if not self.shelf.on or not self._runtime.plane.serving:
             return
         await self.pools.drop_released()
@@ -285,6 +286,10 @@ class Durable:
 
     async def drain(self) -> None:
         """The proxy stops: save all that is worth it, as far as time allows."""
+        await self._save_all()
+        await self.shelf.remember()
+
+    async def _save_all(self) -> None:
         if not self.shelf.on or not self._runtime.plane.serving:
             return
         try:

@@ -20,9 +20,11 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from polykv_proxy.core.catalogue import Kind, Reason, goes_on, pays
+from polykv_proxy.core.catalogue import Kind, Reason
 from polykv_proxy.core.types import MEDIUM, PoolId, common_prefix
+from polykv_proxy.core.worth import goes_on, pays
 from polykv_proxy.durable.identity import config_of
+from polykv_proxy.durable.savers import Savers
 from polykv_proxy.durable.shelf import Label
 from polykv_proxy.errors import EngineGoneError, PolyKVError
 
@@ -65,12 +67,10 @@ class SavedSessions:
         self._runtime = runtime
         self._plane = runtime.plane
         self._shelf = shelf
-        self._run = run
+        self._savers = Savers(runtime.plane.sessions, run)
         self._min_tokens = min_tokens
         self._template = ""
         self._configs: dict[tuple[int, str], dict[str, str]] = {}
-        self._goes_on: dict[str, Session] = {}
-        """Keys of states that a session went on from."""
         self._one = asyncio.Lock()
 
     def meet(self, template: str) -> None:
@@ -160,9 +160,7 @@ class SavedSessions:
         held = _seen(sample, slot.slot)
         if held is None or held.tag != delivered or held.tokens - held.shared_tokens < self._min_tokens:
             return  # what it has of its own is computed as soon as read
-        label = Label(
-            kind=Kind.SESSION, key=self._key(session), scope=session.scope, config=dict(session.config)
-        )
+        label = self._label(session)
 
         async def write(name: str) -> SlotFile:
             written = await self._runtime.client.save_slot(slot.slot, name)
@@ -174,10 +172,11 @@ class SavedSessions:
                 raise EngineGoneError(f"the slot was emptied: {written.n_tokens} tokens were saved")
             return written
 
-        others = None if session.saved_as is not None else partial(self._is_anothers, session)
+        others = None if session.saved_as is not None else partial(self._savers.is_anothers, session)
         entry = await shelf.save(label, held.tokens, write, others)
         if entry is not None:
-            session.saved, session.saved_as = delivered, entry.state.key
+            session.saved = delivered
+            self._savers.save_as(session, entry.state.key)
         else:
             session.refused, session.refused_at = delivered, monotonic()
 
@@ -189,19 +188,9 @@ class SavedSessions:
             last = None if now is None else now.before
         return session.delivered not in (None, session.saved) and session.delivered == last
 
-    def _key(self, session: Session) -> str:
-        if session.saved_as is not None:
-            return session.saved_as
-        if session.name is None:
-            return f"auto/{self._run}/{session.session_id}"
-        return session.session_id
-
-    def _is_anothers(self, session: Session, key: str) -> bool:
-        """Whether another session saves under a key."""
-        return any(
-            each is not session and each.scope == session.scope and self._key(each) == key
-            for each in self._plane.sessions
-        )
+    def _label(self, session: Session) -> Label:
+        key, config = self._savers.key(session), dict(session.config)
+        return Label(kind=Kind.SESSION, key=key, scope=session.scope, config=config)
 
     # -- restoring ---------------------------------------------------------------------------------------
 
@@ -220,17 +209,23 @@ class SavedSessions:
             async with self._shelf.saving:
                 pass
         found = self._shelf.catalogue.best(tokens, session.scope, self._shelf.model_id)
-        facts = self._plane.facts
-        if found is None or facts is None:
+        if found is None:
             return
         entry, matched = found
         held = max(held, self._left_there(lease.slots[0], tokens))
-        if matched - held < self._min_tokens or not await self._shelf.check(entry):
+        if matched - held < self._min_tokens:
             return
+        async with self._shelf.holding(entry):
+            if await self._shelf.check(entry) and await self._pays(lease, tokens, held, entry, matched):
+                await self._moves(lease, self._restore(lease, session, entry, matched))
+
+    async def _pays(self, lease: Lease, tokens: Tokens, held: int, entry: Entry, matched: int) -> bool:
+        """Whether it is worth restoring a state, as the engine is now."""
+        facts = self._plane.facts
         sample = await self._runtime.sample(max_age_s=0.0)
         seen = None if sample is None else _seen(sample, lease.slots[0])
-        if sample is None or seen is None or lease.ended:
-            return
+        if facts is None or sample is None or seen is None or lease.ended:
+            return False
         free = sample.cells_free + seen.tokens - seen.shared_tokens  # what the slot has of its own goes first
         if (ledger := self._plane.cells.ledger) is not None:  # who runs keeps what is his
             free = min(free, ledger.figures().admissible + ledger.reserved(lease.lease_id))
@@ -245,40 +240,37 @@ class SavedSessions:
         )
         if why_not is not None:
             log.debug("kv_not_restored", key=entry.state.key, matched=matched, held=held, reason=why_not)
-            return
-        await self._moves(lease, self._restore(lease, session, entry, matched))
+        return why_not is None
 
     def _left_there(self, number: SlotId, tokens: Tokens) -> int:
         """Leading tokens of a prompt that its slot holds of the conversation before, as far as is known."""
         session = self._plane.board.slots[number].before[0]
         if session is None or session.saved_as is None or session.saved != session.delivered:
             return 0
-        entries = self._shelf.catalogue.under(session.saved_as, session.scope)
-        here = (session.saved_as, self._shelf.model_id)
-        held = (entry for entry in entries if (entry.state.key, entry.state.model_id) == here)
-        return max((common_prefix(entry.tokens, tokens) for entry in held), default=0)
+        entry = self._shelf.saved(self._label(session))
+        return 0 if entry is None else common_prefix(entry.tokens, tokens)
 
     async def _restore(self, lease: Lease, session: Session, entry: Entry, matched: int) -> None:
         slot, runtime = lease.slots[0], self._runtime
         if lease.ended or not self._plane.serving:
             return
         self._plane.board.forget_before(slot)  # gone from now on, also if this fails
-        entry.holds += 1
-        try:
-            moved = await runtime.client.restore_slot(slot, entry.state.file)
-        except PolyKVError as error:
-            self._shelf.failed("restore", error.message, key=entry.state.key)
-            return
-        finally:
-            entry.holds -= 1
-            runtime.backend.forget([slot])
-            runtime.changed()
+        async with self._shelf.holding(entry):  # whoever waits for it may leave
+            try:
+                moved = await runtime.client.restore_slot(slot, entry.state.file)
+            except PolyKVError as error:
+                self._shelf.failed("restore", error.message, key=entry.state.key)
+                return
+            finally:
+                runtime.backend.forget([slot])
+                runtime.changed()
         if moved.n_tokens != len(entry.tokens):
             self._shelf.failed("restore", f"{moved.n_tokens} of {len(entry.tokens)} tokens came back")
             return
         lease.restored, lease.restored_tokens = entry, matched
-        if self._goes_on_from(session, entry, matched):
-            self._adopt(session, entry.state.key)
+        key = entry.state.key
+        if self._goes_on_from(session, entry, matched) and not self._savers.is_anothers(session, key):
+            self._savers.save_as(session, key)
         log.info("kv_restored", session_id=session.session_id, key=entry.state.key, slot=slot, tokens=matched)
 
     def _may_be_coming(self, session: Session) -> bool:
@@ -291,19 +283,6 @@ class SavedSessions:
     def _goes_on_from(session: Session, entry: Entry, matched: int) -> bool:
         """Whether a state is of this conversation, by its name and by its tokens (rule 4)."""
         return _is_named(session, entry.state.key) and goes_on(matched, len(entry.tokens))
-
-    def _adopt(self, session: Session, key: str) -> None:
-        """The session goes on from a state (rule 4), unless that is another's who goes on with it, too."""
-        sessions = self._plane.sessions
-        other = self._goes_on.get(key)
-        if other is not None and other is not session and sessions.holds(other):
-            return
-        if self._is_anothers(session, key):
-            return
-        self._goes_on[key] = session
-        session.saved_as = key
-        if len(self._goes_on) > MAX_CONFIGS:
-            self._goes_on = {each: one for each, one in self._goes_on.items() if sessions.holds(one)}
 
     async def on_answer(self, lease: Lease, cached_tokens: int | None) -> None:
         """What an answer reused proves the state that its slot was filled from, or not (rule 3)."""
@@ -331,20 +310,12 @@ class SavedSessions:
         if entry.state.kind is Kind.POOL:
             pool = self._plane.tree.get(PoolId(entry.state.key))
             return pool is not None and pool.resident
-        return any(each.running for each in self._those_of(entry))
+        return any(each.running for each in self._savers.of(entry.scope, entry.state.key))
 
     def forget(self, entry: Entry) -> None:
         """A state is deleted: what its session left is not saved again before it goes on."""
-        for session in self._those_of(entry):
+        for session in self._savers.of(entry.scope, entry.state.key):
             session.saved = session.delivered
-
-    def _those_of(self, entry: Entry) -> list[Session]:
-        """The sessions that save as a state."""
-        return [
-            each
-            for each in self._plane.sessions
-            if each.scope == entry.scope and self._key(each) == entry.state.key
-        ]
 
     async def on_close(self, session: Session, *, keep: bool) -> bool:
         """A session ends: its state stays on disk, or goes from there, too; returns whether it stays."""
@@ -360,7 +331,7 @@ class SavedSessions:
         if not keep:
             async with self._one:  # what is being saved is there, so that it can go
                 session.delivered = None  # and who waits to save it does not
-        key = self._key(session)
+        key = self._savers.key(session)
         saved = [
             entry
             for entry in self._shelf.catalogue.under(key, session.scope)

@@ -2,36 +2,50 @@
 
 Rule 1: one save at a time, so that two of the same identity cannot cross; the engine does no more anyway. No
 removal crosses a save: what is being saved is in use, and so is what it replaces.
-Rule 2: what goes wrong on disk is counted, told once in the log and shown in the status; no request fails.
-Rule 3: a sweep comes at most every ``SWEEP_S`` seconds, with one more between them where the disk had no room
+Rule 2: whoever is going to read a file holds its state from the moment he decides to. A state may go
+meanwhile, or be saved anew; the file goes when the last who holds it lets go.
+Rule 3: what goes wrong on disk is counted, told once in the log and shown in the status; no request fails.
+Rule 4: a sweep comes at most every ``SWEEP_S`` seconds, with one more between them where the disk had no room
 for a save, and on no request's way.
 """
 
 from __future__ import annotations
 
 import asyncio
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from polykv_proxy.core.catalogue import Catalogue, Kind, Reason, Retention, SavedState, goes_on, is_under
-from polykv_proxy.core.types import as_tokens, common_prefix
+from polykv_proxy.core.catalogue import (
+    Catalogue,
+    Kind,
+    Reason,
+    Retention,
+    SavedState,
+    Tombstone,
+    is_under,
+)
+from polykv_proxy.core.types import Scope, as_tokens, common_prefix
+from polykv_proxy.core.worth import goes_on
 from polykv_proxy.durable.store import Store, StoreError
 from polykv_proxy.errors import ConflictError, PolyKVError
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping
+    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
     from polykv_proxy.core.catalogue import Entry, PoolRecord
-    from polykv_proxy.core.types import Scope
     from polykv_proxy.engine.wire import SlotFile
     from polykv_proxy.metrics import Metrics
 
 log = structlog.get_logger(__name__)
 
 SWEEP_S = 300.0
+
+AT_ONCE = 64
+"""States that are entered or looked at before others get their turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +93,10 @@ class Shelf:
         self._coming: SavedState | None = None
         """What is being saved."""
         self._opened = False
+        self._used: dict[Entry, None] = {}
+        """States whose use the disk was not told of."""
+        self._written = 0
+        """Which tombstones are on disk, see ``Catalogue.burials``."""
         self._told: str | None = None
         self._swept_at = 0.0
         self._hurried_at: float | None = None
@@ -102,13 +120,22 @@ class Shelf:
         if self._opened:
             return None
         try:
-            found, problems = await asyncio.to_thread(self.store.open)
+            seen = await asyncio.to_thread(self.store.open)
         except StoreError as error:
             return error.message
+        catalogue, now_ts = self.catalogue, self.now_ts()
+        catalogue.bury(*await asyncio.to_thread(self.store.tombstones))
+        self._written = catalogue.burials
+        for told in seen.wrong:
+            kind, scope = Kind(told.kind), Scope(told.scope)
+            count, file = told.n_tokens, told.file
+            catalogue.bury(Tombstone(kind, told.key, scope, count, Reason.IDENTITY_CHANGED, now_ts, file))
+        for number, one in enumerate(seen.found, 1):
+            catalogue.add(one.state, used_ts=one.used_ts, uses=one.uses)
+            if number % AT_ONCE == 0:
+                await asyncio.sleep(0)
         self._opened = True
-        for one in found:
-            self.catalogue.add(one.state, used_ts=one.used_ts, uses=one.uses)
-        for problem in problems:
+        for problem in seen.problems:
             log.warning("saved_state_refused", reason=problem)
         self._show()
         log.info("saved_states_found", entries=len(self.catalogue), bytes=self.catalogue.total_bytes)
@@ -123,7 +150,7 @@ class Shelf:
         write: Callable[[str], Awaitable[SlotFile]],
         others: Callable[[str], bool] | None = None,
     ) -> Entry | None:
-        """Let the engine write a state and make it count; None where that failed, which is no error (rule 2).
+        """Let the engine write a state and make it count; None where that failed, which is no error (rule 3).
 
         Args:
             label: what it is.
@@ -150,14 +177,8 @@ class Shelf:
         )
         return entry
 
-    async def _save(
-        self,
-        label: Label,
-        n_tokens: int,
-        write: Callable[[str], Awaitable[SlotFile]],
-        others: Callable[[str], bool] | None,
-    ) -> Entry:
-        state = SavedState(
+    def _draft(self, label: Label) -> SavedState:
+        return SavedState(
             kind=label.kind,
             key=label.key,
             scope=label.scope,
@@ -170,31 +191,40 @@ class Shelf:
             created_ts=self.now_ts(),
             pool=label.pool,
         )
-        self._require_room(n_tokens * self.bytes_per_token)
+
+    def saved(self, label: Label) -> Entry | None:
+        """What is there under a label, of this model."""
+        return self.catalogue.get(self._draft(label).identity)
+
+    async def _save(
+        self,
+        label: Label,
+        n_tokens: int,
+        write: Callable[[str], Awaitable[SlotFile]],
+        others: Callable[[str], bool] | None,
+    ) -> Entry:
+        state = self._draft(label)
+        await self._require_room(n_tokens * self.bytes_per_token)
         before = self.catalogue.get(state.identity)
-        replaced = before
-        if replaced is not None:
-            replaced.holds += 1
         self._coming = state
         name = self.store.temporary(state.identity)
         done = False
         try:
-            written = await write(name)
-            if before is not None and others is not None:
-                tokens = await asyncio.to_thread(self.store.tokens, name)
-                if not goes_on(common_prefix(before.tokens, tokens), len(before.tokens)):
-                    self._coming = state = self._beside(state, others)
-                    before = None
-                    name = await asyncio.to_thread(self.store.rename, name, state.identity)
-            draft = replace(
-                state, file=name, file_bytes=written.n_bytes, tokens=as_tokens([0]) * written.n_tokens
-            )
-            saved = await self._commit(draft, before)
-            done = True
+            async with nullcontext() if before is None else self.holding(before):
+                written = await write(name)
+                if before is not None and others is not None:
+                    tokens = await asyncio.to_thread(self.store.tokens, name)
+                    if not goes_on(common_prefix(before.tokens, tokens), len(before.tokens)):
+                        self._coming = state = self._beside(state, others)
+                        before = None
+                        name = await asyncio.to_thread(self.store.rename, name, state.identity)
+                draft = replace(
+                    state, file=name, file_bytes=written.n_bytes, tokens=as_tokens([0]) * written.n_tokens
+                )
+                saved = await self._commit(draft, before)
+                done = True
         finally:
             self._coming = None
-            if replaced is not None:
-                replaced.holds -= 1
             if not done:
                 await asyncio.to_thread(self.store.discard, name)
         return saved
@@ -210,16 +240,13 @@ class Shelf:
 
     async def _commit(self, draft: SavedState, before: Entry | None) -> Entry:
         uses = 0 if before is None else before.uses
-        file = None if before is None else before.state.file
-        state = await asyncio.to_thread(
-            self.store.commit, draft, used_ts=draft.created_ts, uses=uses, before=file
-        )
+        state = await asyncio.to_thread(self.store.commit, draft, used_ts=draft.created_ts, uses=uses)
         return self.catalogue.add(state, used_ts=state.created_ts)
 
-    def _require_room(self, n_bytes: int) -> None:
+    async def _require_room(self, n_bytes: int) -> None:
         if n_bytes > self.limits.max_bytes:
             raise StoreError(f"it would take {n_bytes} bytes, more than may be saved at all")
-        free = self.store.free_bytes()
+        free = await asyncio.to_thread(self.store.free_bytes)
         if free is not None and free - n_bytes < self.limits.min_free_bytes:
             self._wanted = n_bytes  # the next round makes room
             raise StoreError(f"the disk has {free} bytes left, and {self.limits.min_free_bytes} stay free")
@@ -248,6 +275,17 @@ class Shelf:
 
     # -- use ---------------------------------------------------------------------------------------------
 
+    @asynccontextmanager
+    async def holding(self, entry: Entry) -> AsyncIterator[None]:
+        """The state's file stays what it is and where it is meanwhile (rule 2)."""
+        entry.holds += 1
+        try:
+            yield
+        finally:
+            entry.holds -= 1
+            if not entry.holds and not self.catalogue.has(entry):
+                await asyncio.to_thread(self.store.discard, entry.state.file)
+
     async def check(self, entry: Entry) -> bool:
         """Whether a state's file is what was saved; one that is not goes."""
         try:
@@ -264,18 +302,16 @@ class Shelf:
         return False
 
     def used(self, entry: Entry) -> None:
-        """A state was of use."""
+        """A state was of use; the disk is told later (``remember``)."""
         entry.used_ts, entry.uses = self.now_ts(), entry.uses + 1
-        self.store.touch(entry)
+        self._used[entry] = None
 
     async def remove(self, entry: Entry, reason: Reason) -> bool:
-        """A state goes; False if it is in use, or gone already."""
-        if entry.holds:
-            return False
+        """A state goes; False if that is not for now (``Catalogue.remove``), or it is gone already."""
         async with self.saving:
             if not self.catalogue.remove(entry, reason, self.now_ts()):
                 return False
-            await asyncio.to_thread(self.store.delete, entry.state)
+            await asyncio.to_thread(self.store.delete, entry.state, read=entry.holds > 0)
         self._show()
         log.info("saved_state_gone", kind=entry.state.kind.value, key=entry.state.key, reason=reason.value)
         return True
@@ -329,6 +365,18 @@ class Shelf:
         for entry in self.catalogue.overdue(self.limits, self.now_ts(), free):
             gone += await self.remove(entry, Reason.SWEPT)
         return gone
+
+    async def remember(self) -> None:
+        """Tell the disk which states were used, and why others are gone, if it does not know that yet."""
+        used, self._used = [entry for entry in self._used if self.catalogue.has(entry)], {}
+        if used:
+            await asyncio.to_thread(self.store.touch, *used)
+        burials = self.catalogue.burials
+        if not self._opened or burials == self._written:
+            return
+        gone = self.catalogue.tombstones(None)[::-1]
+        if await asyncio.to_thread(self.store.keep_tombstones, gone):
+            self._written = burials
 
     def _show(self) -> None:
         self.metrics.saved_bytes = self.catalogue.total_bytes

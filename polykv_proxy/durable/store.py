@@ -5,9 +5,11 @@
     kv-<identity>-<generation>.tmp     what the engine writes
     kv-<identity>-<generation>.bin     the same, checked and on disk
     kv-<identity>.json                 the sidecar: names the .bin that counts
+    tombstones.json                    why states are gone
 
 Rule 1: the rename of the sidecar is the commit. Whatever happens before it leaves the old state, whatever
-happens after it the new one: a ``.bin`` that no sidecar names is nobody's.
+happens after it the new one: a ``.bin`` that no sidecar names is nobody's. Each save has a name of its own,
+so that whoever reads the old one has it to the end: when that goes is its readers' business.
 Rule 2: a state is believed only after its sidecar's checksum, the size, the tokens and the digest of its file
 agree; the last before every use. The engine does not survive a file that was cut.
 Rule 3: nothing is touched that does not have a name of ours; nor what cannot be read now, which says nothing
@@ -22,22 +24,22 @@ import re
 import secrets
 import shutil
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import TYPE_CHECKING
 
 from xxhash import xxh3_128
 
-from polykv_proxy.durable import sidecar
+from polykv_proxy.durable import sidecar, tombstones
 from polykv_proxy.durable.identity import canonical
 from polykv_proxy.engine import slotfile
 from polykv_proxy.errors import UnavailableError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
     from pathlib import Path
 
-    from polykv_proxy.core.catalogue import Entry, SavedState
+    from polykv_proxy.core.catalogue import Entry, SavedState, Tombstone
     from polykv_proxy.core.types import Tokens
 
 STEPS = (
@@ -49,12 +51,13 @@ STEPS = (
     "write_sidecar",
     "rename_sidecar",
     "sync_commit",
-    "drop_before",
 )
 """Of a commit, in order; each is announced before it is done."""
 
 COMMIT_STEP = "rename_sidecar"
 """Before it is done the old state counts, from then on the new one."""
+
+TOMBSTONES = "tombstones.json"
 
 _OURS = re.compile(r"^kv-[0-9a-f]{32}(?:-[0-9a-f]{8}\.(?:bin|tmp)|\.json(?:\.tmp)?)$")
 _CHUNK = 1 << 20
@@ -75,6 +78,20 @@ class Found:
     uses: int
 
 
+@dataclass(slots=True)
+class Scan:
+    """What a folder holds."""
+
+    found: list[Found] = field(default_factory=list)
+    """What can be believed, the oldest first."""
+    problems: list[str] = field(default_factory=list)
+    """What was wrong with the rest, a line each."""
+    wrong: list[sidecar.Sidecar] = field(default_factory=list)
+    """Of the rest: what is known of those whose files are not as they were."""
+    unread: set[str] = field(default_factory=set)
+    """Of the rest: what the names of those begin with that could not be read now."""
+
+
 class Store:
     """One folder.
 
@@ -89,8 +106,8 @@ class Store:
 
     # -- what is there -----------------------------------------------------------------------------------
 
-    def open(self) -> tuple[list[Found], list[str]]:
-        """All states that can be believed, and what was wrong with others, a line each.
+    def open(self) -> Scan:
+        """All states that can be believed, and what was wrong with others.
 
         Those are removed, but for what could not be read (rule 3).
 
@@ -103,38 +120,43 @@ class Store:
             names = self._names()
         except OSError as error:
             raise StoreError(f"{self.folder}: {error.strerror}") from None
-        found, problems, unread = self._scan(names)
-        named = {one.state.file for one in found} | {sidecar_name(one.state) for one in found}
+        seen = self._scan(names)
+        named = {one.state.file for one in seen.found} | {sidecar_name(one.state) for one in seen.found}
         for name in names:
-            if (
-                name not in named and _stem(name) not in unread
-            ):  # of a save that came to nothing, or what was damaged
-                self._remove(name)
-        return found, problems
+            if name not in named and _stem(name) not in seen.unread:
+                self._remove(name)  # of a save that came to nothing, or what was damaged
+        return seen
 
-    def scan(self) -> tuple[list[Found], list[str]]:
+    def scan(self) -> Scan:
         """What can be believed, and what not; nothing is changed."""
         try:
             names = self._names()
         except OSError as error:
-            return [], [f"{self.folder}: {error.strerror}"]
-        found, problems, _ = self._scan(names)
-        return found, problems
+            return Scan(problems=[f"{self.folder}: {error.strerror}"])
+        return self._scan(names)
 
-    def _scan(self, names: list[str]) -> tuple[list[Found], list[str], set[str]]:
-        """And of what could not be read: the common start of its files' names."""
-        found: list[Found] = []
-        problems: list[str] = []
-        unread: set[str] = set()
+    def _scan(self, names: list[str]) -> Scan:
+        seen = Scan()
         for name in names:
-            if name.endswith(".json"):
-                try:
-                    found.append(self.read(name))
-                except (OSError, sidecar.BadSidecarError, UnavailableError) as error:
-                    problems.append(f"{name}: {error}")
-                    if not _is_wrong(error):
-                        unread.add(_stem(name))
-        return found, problems, unread
+            if not name.endswith(".json"):
+                continue
+            try:
+                seen.found.append(self.read(name))
+            except (OSError, sidecar.BadSidecarError, UnavailableError) as error:
+                seen.problems.append(f"{name}: {error}")
+                if not _is_wrong(error):
+                    seen.unread.add(_stem(name))
+                elif (told := self._told(name)) is not None:
+                    seen.wrong.append(told)
+        seen.found.sort(key=lambda one: one.state.created_ts)
+        return seen
+
+    def _told(self, name: str) -> sidecar.Sidecar | None:
+        """What a sidecar says of a state that is not there, or not as it was."""
+        try:
+            return sidecar.read((self.folder / name).read_bytes())
+        except (OSError, sidecar.BadSidecarError):
+            return None
 
     def _names(self) -> list[str]:
         return sorted(path.name for path in self.folder.iterdir() if _OURS.match(path.name))
@@ -192,9 +214,7 @@ class Store:
             raise StoreError(f"{self.folder}: {error.strerror}") from None
         return new
 
-    def commit(
-        self, draft: SavedState, *, used_ts: float, uses: int = 0, before: str | None = None
-    ) -> SavedState:
+    def commit(self, draft: SavedState, *, used_ts: float, uses: int = 0) -> SavedState:
         """Make what the engine saved count.
 
         Args:
@@ -202,7 +222,6 @@ class Store:
                 what the engine said, and the tokens' values may be unknown.
             used_ts: epoch seconds.
             uses: so far.
-            before: file of the state whose place it takes.
 
         Raises:
             StoreError: it is not what the engine said, or the disk refuses; the old state counts.
@@ -234,22 +253,23 @@ class Store:
         except UnavailableError:
             self._remove(draft.file)
             raise
-        self._on_step("drop_before")
-        if before is not None:
-            self._remove(before)
         return state
 
     def _put_sidecar(self, state: SavedState, *, used_ts: float, uses: int) -> None:
         name = sidecar_name(state)
         self._on_step("write_sidecar")
-        temporary = self.folder / f"{name}.tmp"
-        temporary.touch(mode=0o600)
-        temporary.write_bytes(sidecar.write(state, used_ts=used_ts, uses=uses))
-        _sync(temporary)
+        temporary = self._written(f"{name}.tmp", sidecar.write(state, used_ts=used_ts, uses=uses))
         self._on_step("rename_sidecar")
-        (self.folder / f"{name}.tmp").rename(self.folder / name)
+        temporary.rename(self.folder / name)
         self._on_step("sync_commit")
         _sync(self.folder)
+
+    def _written(self, name: str, raw: bytes) -> Path:
+        path = self.folder / name
+        path.touch(mode=0o600)
+        path.write_bytes(raw)
+        _sync(path)
+        return path
 
     def restate(self, state: SavedState, *, used_ts: float, uses: int) -> None:
         """Write the sidecar of a saved state anew: what is said of it changed, not its KV.
@@ -263,7 +283,7 @@ class Store:
             raise StoreError(f"{self.folder}: {error.strerror}") from None
 
     def discard(self, name: str) -> None:
-        """Delete what the engine saved and nobody wants."""
+        """Delete what the engine saved and nobody wants, or reads any more."""
         if _OURS.match(name):
             self._remove(name)
 
@@ -283,14 +303,32 @@ class Store:
                 return reason
             raise StoreError(f"{state.file}: {reason}") from None
 
-    def touch(self, entry: Entry) -> None:
-        """Note on disk when it was last used."""
-        with suppress(OSError):
-            os.utime(self.folder / sidecar_name(entry.state), (entry.used_ts, entry.used_ts))
+    def touch(self, *entries: Entry) -> None:
+        """Note on disk when they were last used."""
+        for entry in entries:
+            with suppress(OSError):
+                os.utime(self.folder / sidecar_name(entry.state), (entry.used_ts, entry.used_ts))
 
-    def delete(self, state: SavedState) -> None:
-        """A state goes; its sidecar first."""
-        self._remove(sidecar_name(state), state.file)
+    def delete(self, state: SavedState, *, read: bool = False) -> None:
+        """A state goes; its sidecar first, and its file unless somebody reads it."""
+        self._remove(sidecar_name(state), *(() if read else (state.file,)))
+
+    # -- what went ---------------------------------------------------------------------------------------
+
+    def tombstones(self) -> list[Tombstone]:
+        """Why states are gone, the latest last; what cannot be read, or was changed, tells nothing."""
+        try:
+            return tombstones.read((self.folder / TOMBSTONES).read_bytes())
+        except (OSError, tombstones.BadTombstonesError):
+            return []
+
+    def keep_tombstones(self, gone: Iterable[Tombstone]) -> bool:
+        """Write them, the latest last; returns whether the disk took them."""
+        try:
+            self._written(f"{TOMBSTONES}.tmp", tombstones.write(gone)).rename(self.folder / TOMBSTONES)
+        except OSError:
+            return False
+        return True
 
     def _remove(self, *names: str) -> None:
         for name in names:

@@ -1,5 +1,6 @@
 """Claims about ``api.cache``: what is saved, for whom, and deleting it."""
 
+import pytest
 import pytest_asyncio
 from fake_durable import FakeDurable
 
@@ -64,6 +65,40 @@ async def test_a_key_takes_all_below_it(rig):
     listing = (await get(rig)).json
     assert [entry["key"] for entry in listing["entries"]] == ["runner"]
     assert {each["key"] for each in listing["tombstones"]} == {"run/a", "run/b"}
+
+
+async def test_a_listing_comes_in_pages(rig):
+    """Of a key, too; each entry once, tombstones on the first."""
+    for name in ("run/a", "run/b", "x", "gone"):
+        await talk(rig, name, "first")
+    await get(rig, "/gone", method="DELETE")
+    for path, keys in (("", ["run/a", "run/b", "x"]), ("/run", ["run/a", "run/b"])):
+        seen, after, pages = [], None, []
+        while after is not None or not pages:
+            query = "" if after is None else f"&after={after}"
+            pages.append((await get(rig, f"{path}?limit=1{query}")).json)
+            seen += [entry["key"] for entry in pages[-1]["entries"]]
+            after = pages[-1]["next"]
+        assert seen == keys
+        assert len(pages) == len(keys)
+        assert [len(page["tombstones"]) for page in pages] == [path == "", *[0] * (len(keys) - 1)]
+    assert (await get(rig, "/run?after=0-99")).json["entries"] == []
+
+
+@pytest.mark.parametrize(
+    ("query", "param"),
+    [
+        ("limit=0", "limit"),
+        ("limit=201", "limit"),
+        ("limit=x", "limit"),
+        ("after=", "after"),
+        ("after=1", "after"),
+    ],
+)
+async def test_a_page_that_cannot_be(rig, query, param):
+    """Refused by name."""
+    answer = await get(rig, f"?{query}")
+    assert (answer.status, answer.error["param"]) == (400, param)
 
 
 async def test_two_entries_of_a_key_name_what_moved(rig):

@@ -127,7 +127,7 @@ async def measure(shape: Shape, cells: int) -> list[Result]:
 
                 async def on_disk(http: Http = served.http) -> float:
                     listing = (await http.get("/polykv/cache")).json
-                    return sum(entry["bytes"] for entry in listing["entries"]) / 1e6
+                    return sum(engine["bytes"] for engine in listing["engines"]) / 1e6
 
                 results.append(await go(setup, served.http, shape, on_disk))
     stock = binary.with_name("llama-server-stock")

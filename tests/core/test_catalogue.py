@@ -15,7 +15,8 @@ from polykv_proxy.core.catalogue import (
     Reason,
     Retention,
     SavedState,
-    pays,
+    above,
+    is_under,
 )
 from polykv_proxy.core.types import PoolId, Scope, as_tokens, common_prefix
 
@@ -105,6 +106,17 @@ def test_pools_are_no_sessions():
     assert catalogue.pools("n") == []
 
 
+@pytest.mark.parametrize("reason", [Reason.INEFFECTIVE, Reason.IDENTITY_CHANGED])
+def test_an_entry_that_is_wrong_is_found_no_more_even_while_it_is_in_use(reason):
+    """Its file stays until who uses it is done, but nobody else begins to."""
+    catalogue = Catalogue()
+    entry = catalogue.add(state(range(100)), used_ts=1.0)
+    entry.holds = 1
+    assert catalogue.remove(entry, reason, 5.0)
+    assert catalogue.best(as_tokens(range(100)), Scope(""), "m") is None
+    assert [each.file for each in catalogue.tombstones(None)] == ["me.bin"]
+
+
 def test_an_entry_in_use_stays():
     """Neither deleted nor swept."""
     catalogue = Catalogue()
@@ -140,6 +152,44 @@ def test_tombstones_are_bounded():
     gone = catalogue.tombstones(None)
     assert len(gone) == MAX_TOMBSTONES
     assert gone[-1].key == "k3"
+
+
+def test_tombstones_of_an_earlier_run_are_entered():
+    """In their order; what has been saved since then is there."""
+    catalogue, again = Catalogue(), Catalogue()
+    for key in ("a", "a/b", "c"):
+        catalogue.remove(catalogue.add(state([1], key), used_ts=1), Reason.SWEPT, 5.0)
+    again.bury(*reversed(catalogue.tombstones(None)))
+    assert again.tombstones(None) == catalogue.tombstones(None)
+    assert [each.key for each in again.tombstones(None, "a")] == ["a/b", "a"]
+    before = again.burials
+    again.add(state([1], "a"), used_ts=6.0)
+    assert [each.key for each in again.tombstones(None, "a")] == ["a/b"]
+    assert again.burials > before
+
+
+@given(st.text("ab/#", max_size=12), st.text("ab/#", max_size=12))
+def test_the_keys_above_one_are_those_that_it_is_under(key, other):
+    """The index and the rule agree."""
+    assert (other in above(key)) == is_under(key, other)
+
+
+def test_a_page_goes_on_where_the_last_one_ended():
+    """Whatever came or went meanwhile; who asks sees his own."""
+    catalogue = Catalogue()
+    entries = [catalogue.add(state([number], f"k/{number}"), used_ts=1.0) for number in range(5)]
+    other = catalogue.add(state([1], "x", scope=Scope("other")), used_ts=1.0)
+    page, last = catalogue.page(None, limit=2)
+    assert page == entries[:2]
+    catalogue.remove(entries[1], Reason.SWEPT, 2.0)
+    catalogue.remove(entries[2], Reason.SWEPT, 2.0)
+    page, last = catalogue.page(None, after=last, limit=2)
+    assert page == entries[3:]
+    again = catalogue.add(state([0], "k/0"), used_ts=1.0)
+    assert catalogue.page(None, after=last, limit=2) == ([other, again], None)
+    assert catalogue.page(Scope("other"), limit=2) == ([other], None)
+    assert catalogue.page(None, key="k", limit=2) == ([*entries[3:]], entries[4].number)
+    assert catalogue.page(None, key="none", limit=2) == ([], None)
 
 
 def test_keys_nest():
@@ -187,25 +237,6 @@ def test_the_least_valuable_goes_until_all_fits():
     assert catalogue.overdue(Retention(), 100.0, None) == []
     assert catalogue.overdue(Retention(min_free_bytes=50), 100.0, 20) == [fat]
     assert often.value(100.0) > used.value(100.0) > idle.value(100.0)
-
-
-@pytest.mark.parametrize(
-    ("values", "says"),
-    [
-        ({}, None),
-        ({"matched": 99}, "no_gain"),
-        ({"held": 800}, "no_gain"),
-        ({"saved": 5001}, "no_room"),
-        ({"window": 1000}, "no_room"),
-        ({"matched": 112}, None),
-        ({"matched": 110}, "too_long"),
-        ({"matched": 450, "held": 350, "saved": 1300}, "too_long"),
-    ],
-)
-def test_when_a_restore_pays(values, says):
-    """Longer than what is there anyway, and it fits."""
-    fine = {"matched": 850, "held": 0, "saved": 1000, "free_cells": 5000, "window": 8192, "min_gain": 100}
-    assert pays(**(fine | values)) == says
 
 
 words = st.lists(st.integers(0, 2), max_size=140)

@@ -81,10 +81,8 @@ def engine_saves(folder: Path, name: str, tokens: Iterable[int], kv: bytes = b"k
     return len(raw)
 
 
-def saved(
-    store: Store, draft: SavedState, *, before: str | None = None, kv: bytes = b"kv" * 50
-) -> SavedState:
+def saved(store: Store, draft: SavedState, *, kv: bytes = b"kv" * 50) -> SavedState:
     """A state whose file is there and counts."""
     name = store.temporary(draft.identity)
     size = engine_saves(store.folder, name, draft.tokens, kv)
-    return store.commit(replace(draft, file=name, file_bytes=size), used_ts=100.0, before=before)
+    return store.commit(replace(draft, file=name, file_bytes=size), used_ts=100.0)

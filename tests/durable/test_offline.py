@@ -8,7 +8,7 @@ import pytest
 from durable.files import saved, state
 from polykv_proxy.core.catalogue import Retention
 from polykv_proxy.durable import offline
-from polykv_proxy.durable.store import Store
+from polykv_proxy.durable.store import TOMBSTONES, Store
 from polykv_proxy.engine.filelock import try_lock
 from polykv_proxy.errors import ConflictError, UnavailableError
 
@@ -73,15 +73,27 @@ def test_pruning_keeps_what_may_stay(folder):
     limits = Retention(min_free_bytes=0, max_idle_s=1e12, max_bytes=one + 150)
     assert offline.Folder(folder).prune(limits, 200.0, everything=False)[0] == 1
     assert offline.Folder(folder).prune(limits, 200.0, everything=True)[0] == 1
-    assert list(folder.iterdir()) == []
+    assert [path.name for path in folder.iterdir()] == [TOMBSTONES]
 
 
 def test_deleting_takes_what_is_nested(folder):
     """And says how many."""
-    assert offline.Folder(folder).delete("none") == 0
-    assert offline.Folder(folder).delete("run/a") == 1
-    assert offline.Folder(folder).delete("run") == 1
-    assert list(folder.iterdir()) == []
+    assert offline.Folder(folder).delete("none", 5.0) == 0
+    assert offline.Folder(folder).delete("run/a", 5.0) == 1
+    assert offline.Folder(folder).delete("run", 5.0) == 1
+    assert [path.name for path in folder.iterdir()] == [TOMBSTONES]
+
+
+def test_why_a_file_is_gone_is_said(folder):
+    """Also after it was removed without a proxy; of a file that nobody knew, nothing."""
+    files = {entry.state.key: entry.state.file for entry in offline.Folder(folder).catalogue}
+    offline.Folder(folder).delete("run/a", 5.0)
+    offline.Folder(folder).prune(Retention(), 7.0, everything=True)
+    found = offline.inspect(folder / files["run/a"], all_tokens=False)
+    assert (found["key"], found["n_tokens"], found["gone"], found["gone_ts"]) == ("run/a", 80, "deleted", 5.0)
+    assert offline.inspect(folder / files["run"], all_tokens=False)["gone"] == "swept"
+    with pytest.raises(UnavailableError, match="No such file"):
+        offline.inspect(folder / "other.bin", all_tokens=False)
 
 
 def test_a_proxy_at_work_is_not_interfered_with(tmp_path, folder):
@@ -91,7 +103,7 @@ def test_a_proxy_at_work_is_not_interfered_with(tmp_path, folder):
         one = offline.Folder(folder)
         assert len(one.listing()) == 2
         for change in (
-            lambda: one.delete("run"),
+            lambda: one.delete("run", 5.0),
             lambda: one.prune(Retention(), 0.0, everything=True),
         ):
             with pytest.raises(ConflictError, match="running proxy"):

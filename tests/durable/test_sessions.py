@@ -7,11 +7,13 @@ from dataclasses import replace
 import pytest
 from api.rig import CHAT, chat, until
 
-from polykv_proxy.core.catalogue import Reason
+from polykv_proxy.core.catalogue import Kind, Reason, Retention
 from polykv_proxy.core.cells import need_of_pool
 from polykv_proxy.core.slots import Ask, Content
 from polykv_proxy.core.types import MEDIUM, Scope, SlotId, as_tokens
 from polykv_proxy.durable.sessions import RETRY_S
+from polykv_proxy.durable.shelf import Label
+from polykv_proxy.engine.wire import SlotFile
 
 
 async def turn(rig, name, *contents, **more):
@@ -328,6 +330,43 @@ async def test_who_leaves_while_kv_moves_is_gone_at_once(proxies, what):
     assert not any(entry.holds for entry in rig.durable.shelf.catalogue)
     assert rig.durable.shelf.metrics.saves["failed"] == 0
     assert "a" in keys(rig)
+
+
+@pytest.mark.parametrize("end", ["sweep", "save", "delete"])
+async def test_a_state_that_is_to_be_restored_stays_readable(proxies, end):
+    """From the moment it was chosen: between that and the engine's reading it others have their turn."""
+    rig = await proxies(slots=2)
+    await turn(rig, "a", "y" * 300)
+    await rig.durable.round()
+    (entry,) = rig.durable.shelf.catalogue
+    await turn(rig, "b", "z" * 300)
+    await turn(rig, "c", "w" * 300)
+    shelf, check = rig.durable.shelf, rig.durable.shelf.check
+
+    async def meanwhile(chosen):
+        assert chosen is entry
+        right = await check(chosen)
+        if end == "save":
+            label = Label(kind=Kind.SESSION, key="a", scope=entry.scope, config=entry.state.config)
+            longer = [*entry.tokens, *range(9)]
+
+            async def write(name):
+                return SlotFile(len(longer), rig.engine._write(name, longer))
+
+            assert await shelf.save(label, len(longer), write) is not None
+        elif end == "delete":
+            assert (await rig.ask("/polykv/cache/a", method="DELETE")).status == 409
+        else:
+            shelf.limits = Retention(max_bytes=0, min_free_bytes=0)
+            await shelf.sweep(1e9, due=True)
+        return right
+
+    shelf.check = meanwhile
+    answer = (await rig.ask(CHAT, chat("a", "y" * 300, "more", session_id="a"))).json
+    assert answer["opencoti"]["restored_tokens"] == prompt_of(rig, "a", "y" * 300)
+    restores = shelf.metrics.restores
+    assert (restores["ineffective"], restores["failed"], restores["refused"]) == (0, 0, 0)
+    assert (shelf.store.folder / entry.state.file).exists() == shelf.catalogue.has(entry)
 
 
 async def test_who_is_emptied_for_his_cells_is_saved_first(proxies):

@@ -50,6 +50,7 @@ async def test_what_is_saved_is_there_for_the_next_one(tmp_path):
     entry = await bench.save(range(100))
     bench.now = 2000.0
     bench.shelf.used(entry)
+    await bench.shelf.remember()
     again = Bench(tmp_path)
     assert await again.shelf.open() is None
     assert await again.shelf.open() is None
@@ -232,16 +233,84 @@ async def test_what_is_being_replaced_does_not_go(tmp_path, how):
     assert [entry.state for entry in again.shelf.catalogue] == [new.state]
 
 
+@pytest.mark.parametrize("how", ["save", "ineffective", "check"])
+async def test_a_file_that_somebody_reads_is_there_until_he_is_done(tmp_path, how):
+    """Whatever becomes of its state: saved anew, found to be of no use, or damaged."""
+    bench = Bench(tmp_path)
+    entry = await bench.save(range(100))
+    file = tmp_path / entry.state.file
+    raw = file.read_bytes()
+    async with bench.shelf.holding(entry):
+        async with bench.shelf.holding(entry):
+            if how == "save":
+                await bench.save(range(120))
+            elif how == "ineffective":
+                assert await bench.shelf.remove(entry, Reason.INEFFECTIVE)
+            else:
+                file.write_bytes(raw[:-1])
+                assert not await bench.shelf.check(entry)
+                file.write_bytes(raw)
+            assert not bench.shelf.catalogue.has(entry)
+        assert file.read_bytes() == raw
+        for reason in (Reason.SWEPT, Reason.DELETED):
+            assert not await bench.shelf.remove(entry, reason)
+        assert await bench.shelf.delete("none", None, lambda _: False) is None
+        bench.shelf.limits = Retention(max_bytes=0, min_free_bytes=0)
+        await bench.shelf.sweep(1.0, due=True)
+        assert file.read_bytes() == raw
+    assert not file.exists()
+    again = Bench(tmp_path)
+    await again.shelf.open()
+    assert len(again.shelf.catalogue) == len(bench.shelf.catalogue)
+
+
+async def test_who_only_looked_takes_nothing_away(tmp_path):
+    """A state that is still there keeps its file."""
+    bench = Bench(tmp_path)
+    entry = await bench.save(range(100))
+    async with bench.shelf.holding(entry):
+        pass
+    assert await bench.shelf.check(entry)
+
+
+async def test_why_a_state_is_gone_is_known_after_a_restart(tmp_path):
+    """Also of one that was damaged while no proxy ran; nothing is written that is there already."""
+    bench = Bench(tmp_path)
+    await bench.shelf.open()
+    swept, bent = await bench.save(range(100), "a"), await bench.save(range(100), "b")
+    await bench.shelf.remove(swept, Reason.SWEPT)
+    await bench.shelf.remember()
+    (tmp_path / bent.state.file).write_bytes(b"x")
+    for _ in range(2):
+        again = Bench(tmp_path)
+        await again.shelf.open()
+        gone = again.shelf.catalogue.tombstones(None)
+        assert [(each.key, each.reason) for each in gone] == [
+            ("b", Reason.IDENTITY_CHANGED),
+            ("a", Reason.SWEPT),
+        ]
+        assert gone[1].file == swept.state.file
+        await again.shelf.remember()
+    written = []
+    again.shelf.store.keep_tombstones = lambda gone: written.append(list(gone)) or len(written) > 1
+    await again.shelf.remember()
+    assert written == []
+    await again.save(range(50), "a")
+    for _ in range(3):  # the disk refuses, takes it, has it
+        await again.shelf.remember()
+    assert [[each.key for each in one] for one in written] == [["b"], ["b"]]
+
+
 async def test_a_save_does_not_begin_in_the_middle_of_a_removal(tmp_path):
     """Its sidecar would go with the old one's."""
     bench = Bench(tmp_path)
     old = await bench.save(range(100))
     reached, go_on, delete = threading.Event(), threading.Event(), bench.shelf.store.delete
 
-    def slow(state):
+    def slow(state, **more):
         reached.set()
         go_on.wait(0.2)
-        delete(state)
+        delete(state, **more)
 
     bench.shelf.store.delete = slow
     going = asyncio.create_task(bench.shelf.remove(old, Reason.SWEPT))

@@ -2,14 +2,15 @@
 
 import errno
 import os
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
 
 from durable.files import engine_saves, saved, state
-from polykv_proxy.core.catalogue import Catalogue
-from polykv_proxy.core.types import as_tokens
-from polykv_proxy.durable.store import COMMIT_STEP, STEPS, Store, StoreError, sidecar_name
+from polykv_proxy.core.catalogue import Catalogue, Kind, Reason, Tombstone
+from polykv_proxy.core.types import Scope, as_tokens
+from polykv_proxy.durable.store import COMMIT_STEP, STEPS, TOMBSTONES, Scan, Store, StoreError, sidecar_name
 
 OLD, NEW = list(range(50)), list(range(80))
 
@@ -20,8 +21,8 @@ class Crash(BaseException):
 
 def opened(folder):
     """What a proxy that starts finds."""
-    found, problems = Store(folder).open()
-    return [list(one.state.tokens) for one in found], problems
+    seen = Store(folder).open()
+    return [list(one.state.tokens) for one in seen.found], seen.problems
 
 
 def files(folder):
@@ -32,11 +33,11 @@ def files(folder):
 def test_a_saved_state_is_found_again(tmp_path):
     """With its file, and nothing else in the folder."""
     store = Store(tmp_path / "slots")
-    assert store.open() == ([], [])
+    assert store.open() == Scan()
     one = saved(store, state(OLD))
-    found, problems = Store(store.folder).open()
-    assert problems == []
-    assert [each.state for each in found] == [one]
+    seen = Store(store.folder).open()
+    assert seen.problems == []
+    assert [each.state for each in seen.found] == [one]
     assert files(store.folder) == sorted([one.file, sidecar_name(one)])
     assert store.check(one) is None
 
@@ -53,7 +54,7 @@ def test_what_is_saved_is_nobody_elses(tmp_path):
 
 
 @pytest.mark.parametrize("before", [True, False])
-@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("step", [*STEPS, "behind it"])
 def test_a_crash_at_any_step_leaves_the_old_state_or_the_new(tmp_path, step, before):
     """Old up to the commit, new from then on; never a mixture, and no litter after the next start."""
     first = Store(tmp_path)
@@ -63,29 +64,29 @@ def test_a_crash_at_any_step_leaves_the_old_state_or_the_new(tmp_path, step, bef
         if name == step:
             raise Crash
 
-    with pytest.raises(Crash):
-        saved(Store(tmp_path, crash), state(NEW), before=None if old is None else old.file)
-    committed = STEPS.index(step) > STEPS.index(COMMIT_STEP)
+    with suppress(Crash) if step == "behind it" else pytest.raises(Crash):
+        saved(Store(tmp_path, crash), state(NEW))
+    if before:
+        assert Store(tmp_path).folder.joinpath(old.file).exists()  # somebody may read it
+    committed = step not in STEPS or STEPS.index(step) > STEPS.index(COMMIT_STEP)
     expected = [NEW] if committed else [OLD] * before
     assert opened(tmp_path) == (expected, [])
     assert len(files(tmp_path)) == 2 * len(expected)
-    for one in Store(tmp_path).open()[0]:
+    for one in Store(tmp_path).open().found:
         assert Store(tmp_path).check(one.state) is None
 
 
 @pytest.mark.parametrize("step", STEPS)
 def test_a_full_disk_at_any_step_is_an_error_and_no_more(tmp_path, step):
     """The old state counts up to the commit; afterwards the new one or none."""
-    old = saved(Store(tmp_path), state(OLD))
+    saved(Store(tmp_path), state(OLD))
 
     def full(name):
         if name == step:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    if step == "drop_before":
-        return  # nothing is written any more
     with pytest.raises(StoreError, match="No space left"):
-        saved(Store(tmp_path, full), state(NEW), before=old.file)
+        saved(Store(tmp_path, full), state(NEW))
     found, _ = opened(tmp_path)
     assert found in ([OLD], []) if step == "sync_commit" else found == [OLD]
 
@@ -187,9 +188,9 @@ def test_looking_changes_nothing(tmp_path):
     one = saved(store, state(OLD))
     (tmp_path / one.file).write_bytes(b"damaged")
     before = files(tmp_path)
-    assert store.scan()[1] != []
+    assert store.scan().problems != []
     assert files(tmp_path) == before
-    assert Store(tmp_path / "none").scan()[0] == []
+    assert Store(tmp_path / "none").scan().found == []
 
 
 def test_when_a_state_was_last_used_is_kept(tmp_path):
@@ -197,10 +198,10 @@ def test_when_a_state_was_last_used_is_kept(tmp_path):
     store = Store(tmp_path)
     entry = Catalogue().add(saved(store, state(OLD)), used_ts=100.0)
     os.utime(tmp_path / sidecar_name(entry.state), (50.0, 50.0))
-    assert store.open()[0][0].used_ts == 100.0
+    assert store.open().found[0].used_ts == 100.0
     entry.used_ts = 5000.0
     store.touch(entry)
-    assert store.open()[0][0].used_ts == 5000.0
+    assert store.open().found[0].used_ts == 5000.0
 
 
 def test_what_is_said_of_a_state_can_change(tmp_path):
@@ -208,7 +209,7 @@ def test_what_is_said_of_a_state_can_change(tmp_path):
     store = Store(tmp_path)
     one = saved(store, state(OLD))
     store.restate(replace(one, created_ts=1.0), used_ts=7.0, uses=4)
-    found = store.open()[0][0]
+    found = store.open().found[0]
     assert (found.state.created_ts, found.uses) == (1.0, 4)
 
 
@@ -250,11 +251,42 @@ def test_what_cannot_be_read_now_is_left_alone(tmp_path, what, monkeypatch):
     with monkeypatch.context() as patch:
         name = {"sidecar": "read_bytes", "file": "stat", "head": "open"}[what]
         patch.setattr(type(tmp_path), name, fails(name))
-        found, problems = Store(tmp_path).open()
-    assert [each.state for each in found] == [other]
-    assert "Too many open files" in problems[0]
+        seen = Store(tmp_path).open()
+    assert [each.state for each in seen.found] == [other]
+    assert "Too many open files" in seen.problems[0]
+    assert seen.wrong == []
     assert files(tmp_path) == before
     assert len(opened(tmp_path)[0]) == 2
     (tmp_path / one.file).unlink()
     assert len(opened(tmp_path)[0]) == 1
     assert sidecar_name(one) not in files(tmp_path)  # what is gone is no reason to wait
+
+
+def test_whose_file_was_damaged_is_known(tmp_path):
+    """Where its sidecar tells; a sidecar that was changed tells nothing."""
+    one, two, three = (saved(Store(tmp_path), state(OLD, key=key)) for key in "abc")
+    (tmp_path / one.file).unlink()
+    (tmp_path / two.file).write_bytes(b"x")
+    (tmp_path / sidecar_name(three)).write_bytes(b"{}")
+    seen = Store(tmp_path).open()
+    assert {told.key for told in seen.wrong} == {"a", "b"}
+    assert len(seen.problems) == 3
+    assert files(tmp_path) == []
+
+
+def test_why_states_are_gone_is_kept(tmp_path):
+    """In order, for nobody else to read; what is broken tells nothing, a disk that refuses is no error."""
+    gone = [
+        Tombstone(Kind.SESSION, key, Scope("s"), 70, Reason.SWEPT, 5.0, f"{key}.bin") for key in ("b", "a")
+    ]
+    store = Store(tmp_path)
+    assert store.tombstones() == []
+    assert store.keep_tombstones(gone)
+    assert Store(tmp_path).tombstones() == gone
+    assert (tmp_path / TOMBSTONES).stat().st_mode & 0o777 == 0o600
+    assert store.open() == Scan()
+    assert files(tmp_path) == [TOMBSTONES]
+    raw = (tmp_path / TOMBSTONES).read_bytes()
+    (tmp_path / TOMBSTONES).write_bytes(raw[:-9])
+    assert store.tombstones() == []
+    assert not Store(tmp_path / "none").keep_tombstones(gone)

@@ -63,7 +63,7 @@ async def test_two_hundred_mutations_and_no_wrong_restore(patched: Path, tiny: P
         entry = await kept(served, "mine", text(1, 120))
         prompt, model_id = await tokens_of(served, text(1, 120)), entry["model_id"]
     folder, dice = tmp_path / "state" / "slots-0", random.Random(5)
-    (right,) = Store(folder).scan()[0]
+    (right,) = Store(folder).scan().found
     assert Store(folder).check(right.state) is None
     read = offline.inspect(folder / right.state.file, all_tokens=True)  # from the file itself
     assert (read["n_tokens"], read["key"], read["right"]) == (entry["n_tokens"], "mine", True)
@@ -86,7 +86,7 @@ async def test_two_hundred_mutations_and_no_wrong_restore(patched: Path, tiny: P
         shutil.copytree(folder, copy)
         change(copy)
         store = Store(copy)
-        for found in store.open()[0]:
+        for found in store.open().found:
             assert store.check(found.state) is not None
         shutil.rmtree(copy)
 
@@ -143,7 +143,7 @@ async def test_two_hundred_mutations_and_no_wrong_restore(patched: Path, tiny: P
     # a sidecar that somebody else wrote rightly about a state of another content
     lie = replace(right.state, tokens=as_tokens([*right.state.tokens[:-1], 5]))
     (folder / beside).write_bytes(sidecar.write(lie, used_ts=0.0, uses=0))
-    assert Store(folder).scan()[0] == []
+    assert Store(folder).scan().found == []
 
 
 def _flip(path: Path, at: int) -> None:

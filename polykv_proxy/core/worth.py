@@ -1,0 +1,43 @@
+"""When KV is worth a file, and when a file is worth reading."""
+
+from __future__ import annotations
+
+LARGEST_REST = 8
+"""Tokens that are read for nothing to each token that need not be computed, at most."""
+
+
+def pays(  # noqa: PLR0913 - all that counts
+    *,
+    matched: int,
+    held: int,
+    saved: int,
+    free_cells: int,
+    window: int,
+    min_gain: int,
+) -> str | None:
+    """Why restoring a state would not pay; None where it does.
+
+    1. Pools or the slot hold as much, or nearly.
+    2. Nearly all of it is another conversation's: it would be read, and fill cells, for nothing.
+    3. It does not fit: for a moment the engine needs cells for all of it, whatever it shares afterwards.
+
+    Args:
+        matched: leading tokens that the state and the request have in common.
+        held: leading tokens that the request would have anyway.
+        saved: tokens of the state.
+        free_cells: cells that nobody uses or counts on.
+        window: of a slot.
+        min_gain: tokens that are worth reading a file.
+    """
+    if matched - held < min_gain:
+        return "no_gain"  # 1
+    if saved - matched > LARGEST_REST * (matched - held):
+        return "too_long"  # 2
+    if saved > free_cells or saved >= window:
+        return "no_room"  # 3
+    return None
+
+
+def goes_on(matched: int, saved: int) -> bool:
+    """Whether so many common tokens make it that conversation, not one that began alike: half of it."""
+    return 2 * matched > saved
