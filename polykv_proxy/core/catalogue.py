@@ -13,16 +13,16 @@ Rule 6: looking for a request's tokens, or for a key, takes as long as what is f
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 from enum import StrEnum
-from itertools import islice
 from typing import TYPE_CHECKING, TypeVar
 
 from polykv_proxy.core.prefix import PrefixIndex
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
 
     from polykv_proxy.core.types import PoolId, Scope, Tokens
 
@@ -268,9 +268,11 @@ class Catalogue:
             after: number of the last one that was seen.
             limit: at most so many.
         """
-        among: Iterable[Entry] = self._entries.values() if key is None else self._below.get(key, ())
-        seen = (entry for entry in among if entry.number > after and scope in (None, entry.scope))
-        found = list(islice(seen, limit + 1))
+        among = list(self._entries.values() if key is None else self._below.get(key, ()))
+        del among[: bisect_right(among, after, key=lambda entry: entry.number)]
+        if scope is not None:
+            among = [entry for entry in among if entry.state.scope == scope]
+        found = among[: limit + 1]
         return found[:limit], found[limit - 1].number if len(found) > limit else None
 
     def tombstones(self, scope: Scope | None, key: str | None = None) -> list[Tombstone]:
@@ -308,6 +310,8 @@ class Catalogue:
         over = self.total_bytes - gone - limits.max_bytes
         if free_bytes is not None:
             over = max(over, limits.min_free_bytes - free_bytes - gone)
+        if over <= 0:
+            return idle
         taken = set(map(id, idle))
         rest = sorted(
             (entry for entry in self if not entry.holds and id(entry) not in taken and not _is_pinned(entry)),

@@ -339,11 +339,22 @@ class Shelf:
         comes = state is not None and scope in (None, state.scope) and is_under(state.key, key)
         if not entries and not comes:
             return None
-        if comes or any(entry.holds or busy(entry) for entry in entries):
+        in_use = comes
+        for number, entry in enumerate(entries, 1):
+            in_use = in_use or entry.holds > 0 or busy(entry)
+            if in_use:
+                break
+            if number % AT_ONCE == 0:
+                await asyncio.sleep(0)
+        if in_use:
             raise ConflictError(f"what is saved under {key} is in use", code="cache_in_use", param="key")
+        count = 0
         for entry in entries:
-            forget(entry)
-        return sum([await self.remove(entry, Reason.DELETED) for entry in entries])
+            now = self.catalogue.get(entry.state.identity)  # it may have been saved anew meanwhile
+            if now is not None:
+                forget(now)
+                count += await self.remove(now, Reason.DELETED)
+        return count
 
     async def sweep(self, now: float, *, due: bool = False) -> int:
         """Remove what has to go, if it is time; returns how many states went.
@@ -362,7 +373,7 @@ class Shelf:
         if free is not None:
             free -= wanted
         gone = 0
-        for entry in self.catalogue.overdue(self.limits, self.now_ts(), free):
+        for entry in await asyncio.to_thread(self.catalogue.overdue, self.limits, self.now_ts(), free):
             gone += await self.remove(entry, Reason.SWEPT)
         return gone
 

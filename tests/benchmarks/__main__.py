@@ -3,6 +3,17 @@
 import subprocess
 import sys
 
-for name in ("fanout", "relay", "matching", "status", "rates", "leaving", "admission", "ramp", "durable"):
+for name in (
+    "fanout",
+    "relay",
+    "matching",
+    "status",
+    "rates",
+    "leaving",
+    "admission",
+    "ramp",
+    "catalogue",
+    "durable",
+):
     print(f"== {name}", flush=True)
     subprocess.run([sys.executable, "-m", f"tests.benchmarks.{name}"], check=True)
