@@ -211,7 +211,7 @@ class Gatekeeper:
         Raises:
             SaturatedError, UnavailableError: see ``Visit.knock``.
         """
-        known = self._plane.session_of(ask)
+        known = self._plane.leases.session_of(ask)
         name = SessionId(f"\0{next(self._numbers)}") if known is None else known.session_id
         pool_id = None if pool is None else pool.pool_id
         entry = Entry(session=name, policy=self.policy(pool), pool=pool_id, lease=lease)

@@ -285,7 +285,7 @@ class Runtime:
 
     def _took(self, lease: Lease, slot: SlotId) -> None:
         """The engine put a request into a slot of its own choice."""
-        self._perform(self.plane.on_slot_learnt(lease, slot, monotonic()))
+        self._perform(self.plane.leases.on_slot_learnt(lease, slot, monotonic()))
 
     def _lost(self, number: PoolNumber) -> None:
         """A pool's file is gone: it is computed again when somebody asks for it."""
@@ -343,12 +343,14 @@ class Runtime:
             SaturatedError: too many wait already.
             NoRoomError: it can never fit the cells.
         """
-        decision = self.plane.on_request(ask, monotonic(), now_ts=self.now_ts(), conversation=conversation)
+        decision = self.plane.leases.on_request(
+            ask, monotonic(), now_ts=self.now_ts(), conversation=conversation
+        )
         match decision:
             case Admit(lease):
                 self.metrics.on_admission("admitted", 0.0)
                 self.sampled.set()
-                self._perform(self.plane.reclaim())
+                self._perform(self.plane.cells.reclaim())
                 return Pending(self, None, lease)
             case Queue(ticket):
                 pending = Pending(self, ticket, None)
@@ -369,28 +371,30 @@ class Runtime:
         Raises:
             SaturatedError: too many wait already.
         """
-        if (full := self.plane.on_held()) is not None:
+        if (full := self.plane.leases.on_held()) is not None:
             self.metrics.on_admission("rejected")
             raise SaturatedError(full.message, code=full.code, retry_after_s=2)
         try:
             yield
         finally:
-            self.plane.on_let_go()
+            self.plane.leases.on_let_go()
 
     def gave_up(self, ticket: Ticket) -> None:
         """See ``Pending.give_up``."""
         self._waiters.pop(id(ticket), None)
         if ticket.lease is None:
             self.metrics.on_admission("gave_up")
-        self._perform(self.plane.on_gave_up(ticket, monotonic()))
+        self._perform(self.plane.leases.on_gave_up(ticket, monotonic()))
 
     def finish(self, lease: Lease, *, clean: bool, content: Content, stop: bool = True) -> None:
-        """End a lease; see ``ControlPlane.on_finished``. What moves in its slots goes to its end first."""
+        """End a lease; see ``Leases.on_finished``. What moves in its slots goes to its end first."""
         moving = self._moving.pop(lease.lease_id, None)
         if moving is not None and not moving.done():
             moving.add_done_callback(lambda _: self.finish(lease, clean=clean, content=content, stop=stop))
             return
-        self._perform(self.plane.on_finished(lease, monotonic(), clean=clean, content=content, stop=stop))
+        self._perform(
+            self.plane.leases.on_finished(lease, monotonic(), clean=clean, content=content, stop=stop)
+        )
         self.changed()
 
     def moves(self, lease: Lease, going: asyncio.Future[Any]) -> None:
@@ -404,11 +408,11 @@ class Runtime:
 
     def borrow(self, slot: SlotId) -> Lease | None:
         """Keep everybody off an idle slot, which keeps what it holds; None while it is at work."""
-        return self.plane.borrow(slot, monotonic())
+        return self.plane.leases.borrow(slot, monotonic())
 
     def returned(self, lease: Lease) -> None:
         """Give back what was borrowed."""
-        self._perform(self.plane.returned(lease, monotonic()))
+        self._perform(self.plane.leases.returned(lease, monotonic()))
 
     @contextlib.asynccontextmanager
     async def still(self, slot: SlotId) -> AsyncIterator[None]:
@@ -450,7 +454,7 @@ class Runtime:
                         pending.woken.set_exception(_no_room(ticket.never))
                         pending.woken.exception()  # whoever waited may be leaving
                     elif pending is None or pending.woken is None or ticket.lease is None:
-                        self._perform(self.plane.on_gave_up(ticket, monotonic()))
+                        self._perform(self.plane.leases.on_gave_up(ticket, monotonic()))
                     else:
                         self.metrics.on_admission("queued", monotonic() - ticket.since)
                         pending.woken.set_result(ticket.lease)
@@ -485,7 +489,7 @@ class Runtime:
         """Empty a slot that is idle, or whose request waits for that; False while it is at work."""
         async with self.still(slot):
             lease = self.borrow(slot)
-            if lease is None and not self.plane.reclaimable_slot(slot):
+            if lease is None and not self.plane.leases.is_reclaimable(slot):
                 return False
             epoch = self.epoch
             try:
@@ -493,7 +497,7 @@ class Runtime:
                 await self.client.erase_slot(slot)
                 if self.epoch == epoch:
                     self.backend.forget([slot])
-                    self.plane.on_emptied(slot)
+                    self.plane.leases.on_emptied(slot)
             finally:
                 if lease is not None:
                     self.returned(lease)
@@ -502,7 +506,7 @@ class Runtime:
     async def _await_idle(self, lease: Lease, *, stop: bool) -> None:
         """A client left: stop what the engine does for it, then give the slots away."""
         deadline, content = monotonic() + LAUNCH_GRACE_S, Content.NEW
-        while self.plane.holds(lease):
+        while self.plane.leases.holds(lease):
             try:
                 if not self.plane.serving:  # it may be the same engine that comes back, still at work
                     await asyncio.sleep(QUIET_POLL_S)
@@ -519,7 +523,7 @@ class Runtime:
             await asyncio.sleep(IDLE_POLL_S if patched else QUIET_POLL_S)
         if (act := self.after_idle.pop(lease.lease_id, None)) is not None:
             await act()
-        self._perform(self.plane.on_slots_idle(lease, monotonic(), content))
+        self._perform(self.plane.leases.on_slots_idle(lease, monotonic(), content))
         self.sampled.set()
 
     # -- samples -----------------------------------------------------------------------------------------

@@ -46,9 +46,9 @@ async def run(runtime: Runtime) -> None:
 
 def pace(plane: ControlPlane) -> tuple[float, bool]:
     """Seconds to the next reading, and whether a request that starts or ends cuts them short."""
-    book, running = plane.experience.book, plane.running_count
+    book, running = plane.experience.book, plane.leases.running_count
     stock = plane.capability is not Capability.ZERO_COPY
-    if stock and running and (plane.silent or book.decoding_count < running):
+    if stock and running and (plane.leases.silent or book.decoding_count < running):
         return QUIET_S, False  # 4
     if book.warming:
         return WARMING_S, True  # 1

@@ -103,7 +103,7 @@ def test_states_are_read_at_the_scrape(plane):
     one = Metrics(plane)
     named, plain = pool(plane, 100, 1, "docs"), pool(plane, 50, 2)
     now = metrics.monotonic()
-    lease = plane.on_request(Ask(scope=SCOPE, name="a"), now, now_ts=0.0).lease
+    lease = plane.leases.on_request(Ask(scope=SCOPE, name="a"), now, now_ts=0.0).lease
     lease.session.pool = named.pool_id
     for step in range(4):
         slots = tuple(

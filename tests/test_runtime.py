@@ -494,7 +494,7 @@ async def test_what_becomes_of_requests_is_counted(rig):
     leaving.give_up()
     rig.runtime.finish(one, clean=True, content=Content.NEW)
     assert await waiting.wait(20.0)
-    rig.runtime.plane._max_waiting = 0
+    rig.runtime.plane.leases._max_waiting = 0
     with pytest.raises(SaturatedError):
         rig.runtime.request(Ask(scope="s"))
     counted = rig.runtime.metrics.admissions

@@ -85,7 +85,7 @@ def plane_of(capability, *streams):
     plane.on_engine_ready(FACTS, capability, None, "m", 0.0)
     for number, streaming in enumerate(streams):
         ask = Ask(scope=Scope("s"), chain=(number, number))
-        plane.on_request(ask, 0.0, now_ts=0.0).lease.streams = streaming
+        plane.leases.on_request(ask, 0.0, now_ts=0.0).lease.streams = streaming
     return plane
 
 

@@ -245,7 +245,7 @@ class Inference:
             return ask
         slots = len(plane.board.slots) if ask.exclusive else 1
         need = need_of(asked, work.family, work.plan, work.tokens, slots=slots)
-        if work.tokens is None and plane.must_count(need, monotonic()):
+        if work.tokens is None and plane.leases.must_count(need, monotonic()):
             await self.matching.tokens_of(work)
             need = need_of(asked, work.family, work.plan, work.tokens, slots=slots)
         facts, tokens = plane.facts, work.tokens
@@ -311,7 +311,7 @@ class Inference:
             )
 
         if work.plan is not None and work.plan.tokens:
-            self._runtime.plane.on_dispatch(lease, work.plan)
+            self._runtime.plane.leases.on_dispatch(lease, work.plan)
         response = await backend.dispatch(lease, work.plan, work.tokens, send, pinnable=pin is not None)
         if response.head.status != 200:
             backend.forget(lease.slots)  # nobody knows how far it came

@@ -49,7 +49,7 @@ class Reporting:
         waited = first - work.exchange.arrived_at
         work.entry.first_byte(waited)
         if ttft and result.first_byte_at is not None:
-            runtime.plane.on_first_byte(work.lease, waited)
+            runtime.plane.leases.on_first_byte(work.lease, waited)
             runtime.metrics.on_first_byte(waited)
         work.entry.answered(usage, result.error)
         if result.completed and usage.generated_tokens is not None and work.asked.completions == 1:

@@ -68,7 +68,7 @@ class SessionsApi:
         except msgspec.DecodeError as error:
             raise BadRequestError(f'send {{"pool_id": …}}: {error}', param="pool_id") from None
         engine = self._fleet.of_session(session_id, scope)
-        session = engine.plane.need_session(session_id, scope)
+        session = engine.plane.sessions.need(session_id, scope)
         home, pool = self._fleet.need_pool(PoolId(wanted.pool_id), session.scope)
         if home is not engine:
             raise ConflictError(

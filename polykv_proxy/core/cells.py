@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from polykv_proxy.core.costs import Asked, Cost, cost_of
+from polykv_proxy.core.decisions import Reclaim
 from polykv_proxy.core.keeping import is_held, last_use
 from polykv_proxy.core.ledger import CellLedger, Fit
 from polykv_proxy.core.lengths import LengthBook
@@ -24,7 +25,7 @@ from polykv_proxy.core.types import PoolOrigin, SlotState
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from polykv_proxy.core.decisions import Lease
+    from polykv_proxy.core.decisions import Command, Lease
     from polykv_proxy.core.ledger import Key
     from polykv_proxy.core.pools import PrefixPool
     from polykv_proxy.core.slots import Ask, Placement, SlotBoard
@@ -260,6 +261,10 @@ class Cells:
         """Requests to stop before the cells are used up; see ``CellLedger.overdrawn``."""
         named = set() if self.ledger is None else set(self.ledger.overdrawn())
         return [lease for lease in self._running if lease in named]
+
+    def reclaim(self) -> list[Command]:
+        """What has to go for those who run, and for the next one."""
+        return [] if self.ledger is None else [Reclaim(key) for key in self.ledger.reclaim()]
 
     def took(self, lease: Lease) -> int | None:
         """Cells that a complete answer takes beyond what it shares; None if that is not known."""

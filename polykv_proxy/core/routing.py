@@ -120,7 +120,7 @@ def prospect(  # noqa: PLR0913 - what a request brings along
         serves_model=serves_model,
         slots=len(plane.board.slots),
         idle=plane.board.idle_count,
-        waiting=plane.waiting,
+        waiting=plane.leases.waiting,
         has_pool=pool is not None,
         links=plane.board.held_links(ask),
         named=plane.sessions.idle_namesake(ask.scope, ask.name) is not None,

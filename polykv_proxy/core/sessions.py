@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from polykv_proxy.core.rates import DecodeRate
 from polykv_proxy.core.types import SessionId
+from polykv_proxy.errors import ConflictError, NotFoundError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -99,6 +100,31 @@ class SessionBook:
         """A session by its id."""
         return self._sessions.get(session_id)
 
+    def need(self, session_id: SessionId, scope: Scope | None, *, param: str = "session_id") -> Session:
+        """A session by id, as seen from a scope (None: an administrator, who sees all).
+
+        Raises:
+            NotFoundError: there is none, or it is another key's.
+        """
+        session = self.get(session_id)
+        if session is None or scope not in (None, session.scope):
+            raise NotFoundError(f"session {session_id} does not exist", code="session_not_found", param=param)
+        return session
+
+    def idle(self, session_id: SessionId, scope: Scope | None) -> Session:
+        """Like ``need``, for what cannot be done to one that runs.
+
+        Raises:
+            NotFoundError: there is none.
+            ConflictError: it runs.
+        """
+        session = self.need(session_id, scope)
+        if session.running:
+            raise ConflictError(
+                f"session {session_id} runs; wait for its request, or leave it", code="session_running"
+            )
+        return session
+
     def holds(self, session: Session) -> bool:
         """Whether this very session is still remembered."""
         return self._sessions.get(session.session_id) is session
@@ -140,6 +166,13 @@ class SessionBook:
     def re_root(session: Session) -> None:
         """It goes on from other tokens: how full its context is shows after its next answer."""
         session.re_rooted, session.context_tokens = True, None
+
+    def on_migrated(self, session: Session, now: float) -> None:
+        """What it held is gone, and its next request may come to any slot: the name tells whose it is."""
+        session.pool = None
+        self.re_root(session)
+        if self.holds(session):
+            self.note(session, now)
 
     def note(self, session: Session, now: float) -> None:
         """It is in use: of its namesakes the latest, and the last to be forgotten."""

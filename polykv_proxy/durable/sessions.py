@@ -184,7 +184,7 @@ class SavedSessions:
         """Whether a whole answer left more of it in its last slot than is on disk."""
         last = session.lease
         if session.running:  # its next turn has begun elsewhere
-            now = self._plane.running_lease(session)
+            now = self._plane.leases.running_lease(session)
             last = None if now is None else now.before
         return session.delivered not in (None, session.saved) and session.delivered == last
 

@@ -53,7 +53,7 @@ class Sessions:
             NotFoundError: there is none.
             ConflictError: it runs.
         """
-        kept = await self._runtime.saver.on_close(self._plane.idle_session(session_id, scope), keep=keep)
+        kept = await self._runtime.saver.on_close(self._plane.sessions.idle(session_id, scope), keep=keep)
         slot = self._plane.end_session(session_id, scope)
         self._runtime.gatekeeper.gate.on_close(session_id, monotonic())
         self._runtime.gatekeeper.wake()
@@ -77,12 +77,12 @@ class Sessions:
             ConflictError: it runs, its slot is not to be had, or the pool is lost.
             PolyKVError: the pool cannot be had, or the engine does not empty the slot.
         """
-        self._plane.idle_session(session_id, scope)
+        self._plane.sessions.idle(session_id, scope)
         pool = await self._materializer.ensure_resident(pool)
         return await asyncio.shield(self._runtime.background(self._migrate(session_id, scope, pool)))
 
     async def _migrate(self, session_id: SessionId, scope: Scope | None, pool: PrefixPool) -> int:
-        session = self._plane.idle_session(session_id, scope)  # again: computing the pool may have taken long
+        session = self._plane.sessions.idle(session_id, scope)  # again: the pool may have taken long
         if not pool.resident:
             raise ConflictError(f"pool {pool.pool_id} is not resident any more", code="pool_lost")
         before, session.moves_to = session.moves_to, pool.pool_id  # no request of it comes between
@@ -98,6 +98,6 @@ class Sessions:
         except PolyKVError:
             session.moves_to = before
             raise
-        self._plane.on_migrated(session, monotonic())
+        self._plane.sessions.on_migrated(session, monotonic())
         log.info("session_migrates", session_id=session_id, pool_id=pool.pool_id)
         return freed

@@ -294,7 +294,7 @@ class Rig:
     @property
     def waiting(self) -> int:
         """Requests in the queue."""
-        return len(self.runtime.plane._waiting)
+        return len(self.runtime.plane.leases._waiting)
 
     @property
     def idle(self) -> int:
@@ -304,4 +304,4 @@ class Rig:
     async def quiet(self) -> None:
         """Wait until every slot is free; then nobody holds a lease."""
         await until(lambda: self.idle == len(self.engine.sequences))
-        assert not self.runtime.plane._running
+        assert not self.runtime.plane.leases._running

@@ -204,7 +204,7 @@ async def test_a_pool_of_nobody_has_no_capacity(full):
 
 def stop(rig):
     """The ledger wants the one that runs to be stopped."""
-    (lease,) = rig.runtime.plane._running
+    (lease,) = rig.runtime.plane.leases._running
     rig.runtime._perform([StopRunning(lease)])
 
 
@@ -236,9 +236,9 @@ async def test_who_is_stopped_before_it_was_sent_is_stopped(proxies):
     async with rig.runtime.still(SlotId(0)):
         asking = rig.start(CHAT, chat("a"))
         await until(lambda: rig.runtime.stoppable)
-        (first,) = rig.runtime.plane._running
+        (first,) = rig.runtime.plane.leases._running
         rig.runtime._perform([StopRunning(first)])
-        await until(lambda: first not in rig.runtime.plane._running)
+        await until(lambda: first not in rig.runtime.plane.leases._running)
     assert (await asking).status == 200
     await rig.quiet()
 

@@ -6,8 +6,8 @@ import pytest
 
 from polykv_proxy import __version__
 from polykv_proxy.api import views
-from polykv_proxy.core.decisions import PoolPolicy
-from polykv_proxy.core.plane import Admit, ControlPlane
+from polykv_proxy.core.decisions import Admit, PoolPolicy
+from polykv_proxy.core.plane import ControlPlane
 from polykv_proxy.core.slots import Ask, Content
 from polykv_proxy.core.types import (
     Capability,
@@ -58,9 +58,9 @@ def pool(plane, length, uid, *, parent=None, scope=SCOPE):
 
 def session(plane, name, *, scope=SCOPE):
     """A session that is resident in a slot."""
-    decision = plane.on_request(Ask(scope=scope, name=name, chain=(1, len(name))), 1.0, now_ts=100.0)
+    decision = plane.leases.on_request(Ask(scope=scope, name=name, chain=(1, len(name))), 1.0, now_ts=100.0)
     assert isinstance(decision, Admit)
-    plane.on_finished(decision.lease, 2.0, clean=True, content=Content.NEW)
+    plane.leases.on_finished(decision.lease, 2.0, clean=True, content=Content.NEW)
     return decision.lease.session
 
 
@@ -262,7 +262,7 @@ def test_rates_of_several_engines_are_added_up():
             plane.on_sample(sample)
             if not step:
                 ask = Ask(scope=SCOPE, name=name)
-                plane.on_request(ask, 1.0, now_ts=100.0)
+                plane.leases.on_request(ask, 1.0, now_ts=100.0)
             plane.on_counters(sample)
     both = views.rates(planes, None, 9.0, 77.0)
     assert (both["aggregate_tps"], both["mean_active_tps"], both["pressure"]) == (60.0, 30.0, 0.2)

@@ -88,13 +88,13 @@ class Bench:
             await self.engine_is("gen", "gen")
         leaver = self.start(text, stream=stream)
         if state == "queued":
-            await until(lambda: self.plane.waiting == 1)
+            await until(lambda: self.plane.leases.waiting == 1)
         else:
             await self.engine_is("gen", "gen" if state == "streaming" else "prompt")
         leaver.cancel()
         began = time.monotonic()
         if state == "queued":
-            await until(lambda: self.plane.waiting == 0)
+            await until(lambda: self.plane.leases.waiting == 0)
         else:
             await self.engine_is("gen", "idle")
         took = time.monotonic() - began

@@ -55,7 +55,7 @@ def busy_plane(pools: int, sessions: int) -> ControlPlane:
         made.append(pool)
     leases = []
     for number in range(sessions):
-        lease = plane.on_request(Ask(scope=SCOPE, name=f"s{number}"), 0.0, now_ts=0.0).lease
+        lease = plane.leases.on_request(Ask(scope=SCOPE, name=f"s{number}"), 0.0, now_ts=0.0).lease
         lease.session.pool = made[number % pools].pool_id
         leases.append(lease)
     began = time.monotonic()

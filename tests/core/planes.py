@@ -1,6 +1,6 @@
 """Planes without an engine, and what happens to them."""
 
-from polykv_proxy.core.decisions import Admit, PoolPolicy
+from polykv_proxy.core.decisions import Admit, AttachPlan, PoolPolicy
 from polykv_proxy.core.plane import ControlPlane
 from polykv_proxy.core.planner import Wanted
 from polykv_proxy.core.slots import Ask, Content
@@ -40,7 +40,7 @@ def serving(*, max_waiting=10, **options):
 def request(plane, *chain, name=None, now=1.0, conversation=True, scope=SCOPE, **options):
     """A request."""
     ask = Ask(scope=scope, name=name, chain=chain, **options)
-    return plane.on_request(ask, now, now_ts=1000.0 + now, conversation=conversation)
+    return plane.leases.on_request(ask, now, now_ts=1000.0 + now, conversation=conversation)
 
 
 def admitted(plane, *chain, **options):
@@ -52,7 +52,7 @@ def admitted(plane, *chain, **options):
 
 def finish(plane, lease, *, now=2.0, content=Content.NEW, clean=True):
     """The request is over."""
-    return plane.on_finished(lease, now, clean=clean, content=content)
+    return plane.leases.on_finished(lease, now, clean=clean, content=content)
 
 
 def turn(plane, *chain, **options):
@@ -87,3 +87,18 @@ def policed(**options):
     ready(plane, slots=3, max_pools=4)
     assert plane.policy.min_match_tokens == 4
     return plane
+
+
+def copying(**options):
+    """A plane whose engine's pools are slot files."""
+    return serving(capability=Capability.COPY, reason="not patched", **options)
+
+
+def attached_turn(plane, made, *chain, **options):
+    """A whole request that rides on a pool; returns its session."""
+    lease = admitted(plane, *chain, name="a")
+    plane.leases.on_dispatch(lease, AttachPlan(made, 4, 4))
+    if options.get("clean", True):
+        plane.pools.on_attached(AttachPlan(made, 4, 4), lease.session, 4)
+    finish(plane, lease, **options)
+    return lease.session

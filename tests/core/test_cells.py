@@ -31,7 +31,7 @@ def need(prompt, new, *, pool=None, shared=0, body=0):
 def ask(plane, prompt, new, *chain, now=0.0, **options):
     """A request of so many tokens; the decision."""
     wish = Ask(scope=SCOPE, chain=chain, need=need(prompt, new, **options))
-    return plane.on_request(wish, now, now_ts=0.0)
+    return plane.leases.on_request(wish, now, now_ts=0.0)
 
 
 def lease_of(decision):
@@ -71,7 +71,7 @@ def test_what_can_never_fit_is_told_so_at_once_also_in_line():
     pool(at, pin=True)
     assert at.on_sample(sample(used=10)) == [WakeQueued(waiting.ticket)]
     assert (waiting.ticket.lease, waiting.ticket.never) == (None, Never(995, 990))
-    assert at.waiting == 0
+    assert at.leases.waiting == 0
 
 
 def test_an_idle_conversation_makes_room_before_the_next_is_sent():
@@ -82,7 +82,7 @@ def test_an_idle_conversation_makes_room_before_the_next_is_sent():
     finish(at, first)
     at.on_sample(sample(used=800, slots=(seen(0, 800, lease=first.lease_id),)))
     second = lease_of(ask(at, 500, 10, 7, 8))
-    assert keys(at.reclaim()) == [("slot", 0)]
+    assert keys(at.cells.reclaim()) == [("slot", 0)]
     assert at.cells.awaits_room(second)
     at.on_reclaimed(("slot", 0), 0.0, gone=True)
     assert not at.cells.awaits_room(second)
@@ -96,7 +96,7 @@ def test_what_does_not_go_is_not_asked_again_until_the_next_sample():
     at.on_sample(sample(used=800, slots=(seen(0, 800),)))
     lease_of(ask(at, 100, 10, 7, 8))
     lease_of(ask(at, 100, 10, 9, 10))
-    assert keys(at.reclaim()) == [("slot", 0)]
+    assert keys(at.cells.reclaim()) == [("slot", 0)]
     assert keys(at.on_reclaimed(("slot", 0), 0.0, gone=False)) == []
     assert at.cells.ledger.cells_of(("slot", 0)) == 800
 
@@ -109,7 +109,7 @@ def test_a_conversation_that_goes_on_has_its_cells_already():
     at.on_sample(sample(used=800, slots=(seen(0, 800),)))
     again = lease_of(ask(at, 820, 50, 1, 2, 3))
     assert (again.continues, at.cells.ledger.cells_of(("slot", 0))) == (True, 0)
-    assert at.reclaim() == []
+    assert at.cells.reclaim() == []
     finish(at, again, content=Content.OLD)
     assert at.cells.ledger.cells_of(("slot", 0)) == 800
 
@@ -129,10 +129,10 @@ def test_the_engine_counts_a_prompt_that_nobody_counted():
 def test_a_bound_that_could_not_run_is_a_reason_to_count():
     """Also where others wait: a shorter one would come in sooner."""
     at = plane()
-    assert at.must_count(need(None, 10, body=2000), 0.0)
+    assert at.leases.must_count(need(None, 10, body=2000), 0.0)
     at.cells.meet(facts(cells=100_000, ctx=8000), counts=True)
     at.cells.ledger.on_sample(0, {}, 0.0)
-    assert not at.must_count(need(None, 10, body=2000), 0.0)
+    assert not at.leases.must_count(need(None, 10, body=2000), 0.0)
     assert at.cells.must_count(need(None, 10, body=2000), 0.0, in_line=True)
 
 
@@ -164,7 +164,7 @@ def test_a_pool_has_its_cells_as_soon_as_it_was_computed():
     """They go from the request that computed it to the pool, without a sample between."""
     at = plane()
     wish = Ask(scope=SCOPE, need=need_of_pool(10, None, 0))
-    lease = lease_of(at.on_request(wish, 0.0, now_ts=0.0, conversation=False))
+    lease = lease_of(at.leases.on_request(wish, 0.0, now_ts=0.0, conversation=False))
     made = pool(at)
     finish(at, lease, content=Content.NOTHING)
     assert at.cells.ledger.cells_of(("pool", made.pool_id)) == made.own_len
@@ -201,7 +201,9 @@ def test_several_answers_grow_at_once():
     at = plane()
     at.cells.adopt(CellPolicy(watermark_ratio=0.0, growth_tokens=10, assumed_tokens=50))
     size = Asked(kind="k", body_bytes=0, max_tokens=100, answers=3)
-    lease_of(at.on_request(Ask(scope=SCOPE, slots=3, need=Need(asked=size, prompt=10)), 0.0, now_ts=0.0))
+    lease_of(
+        at.leases.on_request(Ask(scope=SCOPE, slots=3, need=Need(asked=size, prompt=10)), 0.0, now_ts=0.0)
+    )
     assert at.cells.ledger.margin == 30
 
 
@@ -238,7 +240,7 @@ def test_what_is_left_of_a_pool_goes_with_the_conversation_that_rests_on_it(way)
         at.tree.retire(made.number)
     at.on_sample(_look(at, 3050, resting))
     lease_of(ask(at, 1500, 100, 7, 8, 9))
-    assert keys(at.reclaim())[0] == ("slot", 0)
+    assert keys(at.cells.reclaim())[0] == ("slot", 0)
 
 
 def test_a_conversation_that_was_just_granted_its_slot_is_not_emptied():
@@ -249,9 +251,9 @@ def test_a_conversation_that_was_just_granted_its_slot_is_not_emptied():
     first.context_tokens = 2000
     finish(at, first)
     lease_of(ask(at, 2040, 10, 7, 8, 9))
-    assert keys(at.reclaim()) == [("slot", 0)]
+    assert keys(at.cells.reclaim()) == [("slot", 0)]
     again = ask(at, 2001, 1, 1, 2, 3, 4)
-    assert not isinstance(again, Admit) or not at.reclaimable_slot(SlotId(0))
+    assert not isinstance(again, Admit) or not at.leases.is_reclaimable(SlotId(0))
 
 
 def test_an_aborted_request_leaves_what_it_was_seen_to_fill():
@@ -265,5 +267,5 @@ def test_an_aborted_request_leaves_what_it_was_seen_to_fill():
     begun = seen(1, 100, lease=one.lease_id, state=SlotState.PROMPT)
     at.on_sample(_look(at, 1640, seen(0, 1540, lease=idle.lease_id), begun))
     finish(at, one, clean=False)
-    assert at.on_slots_idle(one, 3.0, Content.NEW) == []
+    assert at.leases.on_slots_idle(one, 3.0, Content.NEW) == []
     assert at.cells.ledger.empty_now == 4096 - 1540 - 100 - at.cells.ledger.growth

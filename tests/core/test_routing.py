@@ -120,9 +120,9 @@ def test_a_prospect_is_read_from_the_state():
     tokens = as_tokens(range(64))
     pool, _ = engine.pools.enter(tokens, SCOPE, Wanted(), now_ts=5.0)
     engine.pools.on_ready(pool, PoolUid(1))
-    first = engine.on_request(Ask(scope=SCOPE, name="n", chain=(1, 2)), 0.0, now_ts=0.0).lease
-    engine.on_finished(first, 1.0, clean=True, content=Content.NEW)
-    engine.on_request(Ask(scope=SCOPE, chain=(7, 8)), 2.0, now_ts=2.0)
+    first = engine.leases.on_request(Ask(scope=SCOPE, name="n", chain=(1, 2)), 0.0, now_ts=0.0).lease
+    engine.leases.on_finished(first, 1.0, clean=True, content=Content.NEW)
+    engine.leases.on_request(Ask(scope=SCOPE, chain=(7, 8)), 2.0, now_ts=2.0)
 
     asking = Ask(scope=SCOPE, name="n", chain=(1, 2, 3))
     seen = prospect(
@@ -150,8 +150,8 @@ def test_a_name_leads_back_to_where_its_conversation_was():
     """Its slot is another's by now, but its pool or its scene may still be there."""
     engine = plane()
     for chain, name in (((1, 2), "n"), ((3, 4), "m"), ((5, 6), "o")):
-        lease = engine.on_request(Ask(scope=SCOPE, name=name, chain=chain), 0.0, now_ts=0.0).lease
-        engine.on_finished(lease, 1.0, clean=True, content=Content.NEW)
+        lease = engine.leases.on_request(Ask(scope=SCOPE, name=name, chain=chain), 0.0, now_ts=0.0).lease
+        engine.leases.on_finished(lease, 1.0, clean=True, content=Content.NEW)
     assert prospect(engine, Ask(scope=SCOPE, name="n", chain=(9, 9)), serves_model=True).named
     assert not prospect(engine, Ask(scope=SCOPE, name="x"), serves_model=True).named
 

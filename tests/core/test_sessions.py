@@ -5,6 +5,7 @@ import pytest
 from polykv_proxy.core import sessions
 from polykv_proxy.core.sessions import EXPIRY_S, SESSION_IDLE_S, SessionBook
 from polykv_proxy.core.types import Scope, SlotId
+from polykv_proxy.errors import ConflictError, NotFoundError
 
 ONE, OTHER = Scope("one"), Scope("other")
 
@@ -93,3 +94,38 @@ def test_the_bound_holds_whatever_is_at_the_head(monkeypatch, slot):
     assert book.expire(0.1) == ([oldest] if slot is not None else [])
     assert len(book) == 2
     assert book.holds(busy)
+
+
+def test_a_session_is_found_by_those_who_may_see_it():
+    """Its key, and an administrator; nobody else learns that it is there."""
+    book = SessionBook()
+    mine = begin(book, "a")
+    assert book.need(mine.session_id, ONE) is book.need(mine.session_id, None) is mine
+    for session_id, scope in (("a", OTHER), ("b", ONE), ("b", None)):
+        with pytest.raises(NotFoundError) as caught:
+            book.need(session_id, scope)
+        assert caught.value.code == "session_not_found"
+
+
+def test_what_cannot_be_done_to_a_session_that_runs_is_refused():
+    """Until its request is over."""
+    book = SessionBook()
+    mine = begin(book, "a", running=True)
+    with pytest.raises(ConflictError) as caught:
+        book.idle(mine.session_id, ONE)
+    assert caught.value.code == "session_running"
+    mine.running = False
+    assert book.idle(mine.session_id, ONE) is mine
+
+
+def test_a_session_that_moved_is_the_latest_of_its_name():
+    """Its next request finds it by that, wherever it comes to; what it held says nothing any more."""
+    book = SessionBook()
+    mine, other = begin(book, "a", now=1.0), begin(book, "a", now=2.0)
+    mine.pool, mine.context_tokens = "pool", 90
+    book.on_migrated(mine, 3.0)
+    assert (mine.pool, mine.re_rooted, mine.context_tokens, mine.last_seen) == (None, True, None, 3.0)
+    assert book.idle_namesake(ONE, "a") is mine
+    book.end(mine)
+    book.on_migrated(mine, 4.0)
+    assert book.idle_namesake(ONE, "a") is other

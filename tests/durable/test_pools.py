@@ -200,18 +200,18 @@ async def test_who_waits_for_the_tree_counts_as_waiting(proxies, named):
     if not named:
         await rig.up()
     waiting = [rig.start("/v1/completions", body) for _ in range(2)]
-    await until(lambda: rig.runtime.plane.waiting == 2)
+    await until(lambda: rig.runtime.plane.leases.waiting == 2)
     refused = await rig.ask("/v1/completions", body)
     assert (refused.status, refused.error["code"]) == (429, "queue_full")
     waiting.pop().cancel()
-    await until(lambda: rig.runtime.plane.waiting == 1)
+    await until(lambda: rig.runtime.plane.leases.waiting == 1)
     waiting.append(rig.start("/v1/completions", body))
-    await until(lambda: rig.runtime.plane.waiting == 2)
+    await until(lambda: rig.runtime.plane.leases.waiting == 2)
     if named:
         await rig.up()
     held.set()
     assert [(await one).status for one in waiting] == [200, 200]
-    assert rig.runtime.plane.waiting == 0
+    assert rig.runtime.plane.leases.waiting == 0
 
 
 async def test_who_waited_for_the_engine_waits_for_the_tree_too(proxies):
