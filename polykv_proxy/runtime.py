@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
@@ -36,7 +37,8 @@ from polykv_proxy.core.types import (
     PoolNumber,
     SlotId,
 )
-from polykv_proxy.engine.backend import LAUNCH_GRACE_S, Patched, Relaying
+from polykv_proxy.engine.backend import LAUNCH_GRACE_S, Relaying
+from polykv_proxy.engine.capability import find_backend
 from polykv_proxy.engine.copies import Copies
 from polykv_proxy.engine.state import EngineState
 from polykv_proxy.errors import (
@@ -57,7 +59,7 @@ if TYPE_CHECKING:
     from polykv_proxy.core.ledger import Key
     from polykv_proxy.core.plane import ControlPlane
     from polykv_proxy.core.stock import SlotLook
-    from polykv_proxy.core.types import EngineFacts, LeaseId
+    from polykv_proxy.core.types import LeaseId
     from polykv_proxy.edge.tasks import TaskSet
     from polykv_proxy.engine.backend import Backend
     from polykv_proxy.engine.client import EngineClient
@@ -77,7 +79,6 @@ nobody asked it anything."""
 SILENCE_S = 0.25
 """Without an answer to a look after which the engine counts as starved."""
 
-SELF_TEST_TOKENS = 48
 FRESH_S = 0.1
 """Age up to which a sample serves readers who want the present; bounds polling whatever they do."""
 
@@ -142,7 +143,7 @@ class Runtime:
         self.gatekeeper = Gatekeeper(plane, policies or PolicyFile(None))
         self.metrics = Metrics(plane, self.gatekeeper.gate)
         self.backend: Backend = Relaying(client)
-        self._copies = copies
+        self._copies = copies if copies is not None and copies.max_pools else None
         self.status: EngineStatus | None = None
         self.serving = asyncio.Event()
         """Set while requests can be sent to the engine."""
@@ -231,7 +232,10 @@ class Runtime:
         while True:
             try:
                 facts, patched, identity = await self.client.describe()
-                backend, facts, reason = await self._find_backend(facts, patched=patched)
+                allowed = None if self._copies is None else partial(self._new_copies, self._copies)
+                backend, facts, reason = await find_backend(
+                    self.client, self.plane, self.backend, facts, patched=patched, make_copies=allowed
+                )
                 model_id = await self.saver.meet(facts, backend.capability, identity)
             except PolyKVError as error:
                 log.warning("engine_not_understood", engine=self.name, reason=error.message)
@@ -259,29 +263,8 @@ class Runtime:
             )
             return
 
-    async def _find_backend(
-        self, facts: EngineFacts, *, patched: bool
-    ) -> tuple[Backend, EngineFacts, str | None]:
-        """The highest level that is seen to work on the loaded model, and why it is not a higher one."""
-        reason: str | None = "the engine has no prefix pools: it is not patched, or they are off"
-        if patched:
-            capability, reason = await self._find_capability()
-            if capability is Capability.ZERO_COPY:
-                return Patched(self.client), facts, reason
-        known, before = self.plane.facts, self.backend
-        if known is not None and isinstance(before, Copies) and await before.still_there():
-            return before, known, self.plane.capability_reason  # tested already
-        if self._copies is None or not self._copies.max_pools:
-            return Relaying(self.client), facts, reason
-        copies = Copies(
-            self.client, self._copies, self.spawn, self._took, self.empty_oldest, on_file_lost=self._lost
-        )
-        if isinstance(before, Copies):
-            copies.files.inherit(before.files)
-        facts, missing = await copies.self_test(facts)
-        if missing is None:
-            return copies, facts, f"{reason}; a pool is a slot file, and who attaches gets a copy"
-        return Relaying(self.client), facts, f"{reason}; and slot files do not work either: {missing}"
+    def _new_copies(self, limits: CopyLimits) -> Copies:
+        return Copies(self.client, limits, self.spawn, self._took, self.empty_oldest, on_file_lost=self._lost)
 
     def _took(self, lease: Lease, slot: SlotId) -> None:
         """The engine put a request into a slot of its own choice."""
@@ -296,43 +279,6 @@ class Runtime:
         """Empty the idle slot that was unused for the longest time; False when none holds anything."""
         slot = self.plane.board.oldest()
         return slot is not None and await self._empty(slot)
-
-    async def _find_capability(self) -> tuple[Capability, str | None]:
-        """What is claimed of a patched engine."""
-        sample = await self.client.counters()
-        if self.plane.facts is not None and self.plane.facts.epoch == sample.epoch:
-            return self.plane.capability, self.plane.capability_reason  # tested already
-        for pool in sample.pools:
-            await self.client.release(pool.number)  # left by a proxy that is gone: nobody knows their ids
-        if sample.busy:
-            return Capability.ZERO_COPY, None  # in use by others: a test would disturb them
-        reason = await self._self_test()
-        return (Capability.ZERO_COPY, None) if reason is None else (Capability.RELAY, reason)
-
-    async def _self_test(self) -> str | None:
-        """Compute a pool, attach to it, release it; returns what went wrong, or None."""
-        words = await self.client.tokenize("The quick brown fox jumps over the lazy dog. " * 12)
-        tokens, number = words[:SELF_TEST_TOKENS], PoolNumber(0)
-        before = await self.client.counters()
-        slot = before.slots[0].slot
-        await self.client.materialize(number, tokens, slot, 0)
-        headers = {"X-PolyKV-Slot": str(slot), "X-PolyKV-Attach": str(number)}
-        answer = await self.client.complete(words[: SELF_TEST_TOKENS + 8], headers)
-        attached = await self.client.counters()
-        await self.client.release(number)
-        await self.client.slot_action(
-            slot, "action=erase", b"{}"
-        )  # not every engine may; the sum holds anyway
-        after = await self.client.counters()
-        cached = answer.get("timings", {}).get("cache_n")
-        if cached != len(tokens):
-            return f"self-test: an attached request reused {cached} of {len(tokens)} tokens"
-        if attached.slots[0].shared_tokens != len(tokens):
-            return f"self-test: the slot shares {attached.slots[0].shared_tokens} of {len(tokens)} cells"
-        held = sum(one.tokens for one in after.slots) - sum(one.tokens for one in before.slots)
-        if after.cells_used - before.cells_used != held:
-            return f"self-test: {after.cells_used - before.cells_used - held} cells did not come back"
-        return None
 
     # -- requests ----------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from polykv_proxy import runtime as runtime_module
 from polykv_proxy.core.decisions import WakeQueued
 from polykv_proxy.core.plane import ControlPlane
 from polykv_proxy.core.slots import Ask, Content
-from polykv_proxy.core.types import Capability, PoolState, Scope, as_tokens
+from polykv_proxy.core.types import PoolState, Scope, as_tokens
 from polykv_proxy.edge.tasks import TaskSet
 from polykv_proxy.engine import backend
 from polykv_proxy.engine.state import EngineState, EngineStatus
@@ -27,56 +27,6 @@ def take_all(rig):
 
 
 # -- becoming ready ---------------------------------------------------------------------------------------
-
-
-async def test_pools_are_claimed_after_they_were_seen_to_work(rig):
-    """The self-test leaves nothing behind in the engine."""
-    assert rig.runtime.plane.capability is Capability.ZERO_COPY
-    assert not rig.engine.pools
-    assert [slot.tokens for slot in rig.engine.sequences] == [[], []]
-
-
-@pytest.mark.parametrize(
-    ("damage", "reason"),
-    [
-        ("reuse", "reused"),
-        ("share", "shares"),
-        ("leak", "did not come back"),
-    ],
-)
-async def test_an_engine_that_fails_the_self_test_only_relays(rig, damage, reason):
-    """Each of the three promises is looked at; requests run all the same."""
-    rig.down()
-    rig.engine.restart()
-    rig.engine.damage = damage
-    await rig.up()
-    assert rig.runtime.plane.capability is Capability.RELAY
-    assert reason in rig.runtime.plane.capability_reason
-    assert (await rig.ask(CHAT, chat("a"))).status == 200
-
-
-async def test_the_same_epoch_is_tested_once(rig):
-    """A connection that came back disturbs nobody."""
-    made = await rig.pool()
-    orders = len([request for request in rig.engine.requests if "/pools/" in request.path])
-    rig.down()
-    await rig.up()
-    assert len([request for request in rig.engine.requests if "/pools/" in request.path]) == orders
-    assert rig.runtime.plane.pools.find(made["pool_id"], SCOPE).resident
-
-
-@pytest.mark.parametrize("busy", [False, True])
-async def test_pools_of_an_earlier_proxy_are_released(rig, busy):
-    """Nobody knows their ids, and their numbers would be taken for ever; also where others are at work."""
-    await rig.pool()
-    rig.down()
-    rig.engine.epoch = "another proxy's"
-    rig.engine.sequences[1].running = busy
-    await rig.up()
-    assert not rig.engine.pools
-    assert rig.runtime.plane.capability is Capability.ZERO_COPY
-    rig.engine.sequences[1].running = False
-    assert (await rig.pool())["created"]
 
 
 @pytest.mark.parametrize(
@@ -501,9 +451,6 @@ async def test_what_becomes_of_requests_is_counted(rig):
     assert (counted["queued"], counted["gave_up"], counted["rejected"]) == (1, 1, 1)
     assert counted["admitted"] == 2
     assert sum(rig.runtime.metrics.queue_wait._counts) == 3
-
-
-# -- pools ------------------------------------------------------------------------------------------------
 
 
 # -- time -------------------------------------------------------------------------------------------------
