@@ -143,7 +143,7 @@ class Proxy:
                 hold_s=PASS_THROUGH_HOLD_S,
             )
             for start in starts:
-                tasks.spawn(sampler.run(start.engine.runtime))
+                tasks.spawn(sampler.run(start.engine.runtime.readings))
                 tasks.spawn(start.engine.pooling.tender.run())
                 tasks.spawn(start.durable.run())
                 tasks.spawn(_keep(start.process, start.engine.name))

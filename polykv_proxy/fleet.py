@@ -92,7 +92,7 @@ class Fleet:
 
     async def sample(self) -> None:
         """Have a fresh picture of every engine."""
-        await asyncio.gather(*(engine.runtime.sample() for engine in self))
+        await asyncio.gather(*(engine.runtime.readings.take() for engine in self))
 
     async def wait_until_serving(self, timeout_s: float) -> None:
         """Returns when one engine takes requests, or so many seconds have passed."""

@@ -12,7 +12,7 @@ import contextlib
 import time
 from functools import partial
 from time import monotonic
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import structlog
 
@@ -50,6 +50,7 @@ from polykv_proxy.errors import (
 from polykv_proxy.gatekeeper import Gatekeeper
 from polykv_proxy.metrics import Metrics
 from polykv_proxy.policy import PolicyFile
+from polykv_proxy.readings import Readings
 from polykv_proxy.saver import NoSaver
 
 if TYPE_CHECKING:
@@ -58,7 +59,6 @@ if TYPE_CHECKING:
 
     from polykv_proxy.core.ledger import Key
     from polykv_proxy.core.plane import ControlPlane
-    from polykv_proxy.core.stock import SlotLook
     from polykv_proxy.core.types import LeaseId
     from polykv_proxy.edge.tasks import TaskSet
     from polykv_proxy.engine.backend import Backend
@@ -76,17 +76,9 @@ QUIET_POLL_S = 1.5
 """The same on an engine without the patch, which looks at a closed connection only after a second in which
 nobody asked it anything."""
 
-SILENCE_S = 0.25
-"""Without an answer to a look after which the engine counts as starved."""
-
-FRESH_S = 0.1
-"""Age up to which a sample serves readers who want the present; bounds polling whatever they do."""
-
 RETRY_READY_S = 1.0
 
 T = TypeVar("T")
-
-_Counts: TypeAlias = "EngineSample | list[SlotLook] | None"
 
 
 class Pending:
@@ -142,13 +134,19 @@ class Runtime:
         self.client = client
         self.gatekeeper = Gatekeeper(plane, policies or PolicyFile(None))
         self.metrics = Metrics(plane, self.gatekeeper.gate)
+        self.readings = Readings(
+            plane,
+            client,
+            tasks,
+            metrics=self.metrics,
+            gatekeeper=self.gatekeeper,
+            on_sample=self._on_sample,
+        )
         self.backend: Backend = Relaying(client)
         self._copies = copies if copies is not None and copies.max_pools else None
         self.status: EngineStatus | None = None
         self.serving = asyncio.Event()
         """Set while requests can be sent to the engine."""
-        self.sampled = asyncio.Event()
-        """Set, then cleared, whenever a request starts or ends: the sampler looks at once."""
         self.name = name
         self._tasks = tasks
         self._waiters: dict[int, Pending] = {}
@@ -168,10 +166,6 @@ class Runtime:
         """Slots in which nothing may begin until the future is done."""
         self._moving: dict[LeaseId, asyncio.Future[Any]] = {}
         """Requests in whose slots KV is written or read: these stay theirs until that is over."""
-        self._sampling: asyncio.Future[EngineSample] | None = None
-        self._changed_at = 0.0
-        self._looked_at = 0.0
-        self._silence: asyncio.TimerHandle | None = None
         self._ready_task: asyncio.Task[None] | None = None
 
     @staticmethod
@@ -220,6 +214,14 @@ class Runtime:
         self.plane.on_engine_down()
         self.serving.clear()
 
+    def _on_sample(self, sample: EngineSample) -> None:
+        """The engine was read: the plane learns of it, and does what follows, in one step."""
+        self._perform(self.plane.on_sample(sample, monotonic(), self.now_ts()))
+        self._emptied.set()  # or is seen to be empty by now
+        self._emptied.clear()
+        if sample.epoch != self.epoch:
+            self._meet_again()
+
     def _meet_again(self) -> None:
         """Another engine answers, and nobody noticed the change: it was restarted between two looks."""
         if self._ready_task is None or self._ready_task.done():
@@ -244,12 +246,12 @@ class Runtime:
             if self.plane.facts is not None and (not facts.epoch or facts.epoch != self.epoch):
                 self.metrics.on_restart()
             capability = backend.capability
-            first = await self._counts(capability)  # before anybody's tokens come
+            first = await self.readings.counts(capability)  # before anybody's tokens come
             self.backend = backend
             self._perform(self.plane.on_engine_ready(facts, capability, reason, model_id, monotonic()))
             self.saver.on_ready()
             self.gatekeeper.on_engine_ready()
-            self._take_counts(first)
+            self.readings.count(first)
             if isinstance(first, EngineSample):  # nothing is sent before its cells are known
                 self._perform(self.plane.on_sample(first, monotonic(), self.now_ts()))
             self.serving.set()
@@ -295,7 +297,7 @@ class Runtime:
         match decision:
             case Admit(lease):
                 self.metrics.on_admission("admitted", 0.0)
-                self.sampled.set()
+                self.readings.due.set()
                 self._perform(self.plane.cells.reclaim())
                 return Pending(self, None, lease)
             case Queue(ticket):
@@ -341,16 +343,11 @@ class Runtime:
         self._perform(
             self.plane.leases.on_finished(lease, monotonic(), clean=clean, content=content, stop=stop)
         )
-        self.changed()
+        self.readings.changed()
 
     def moves(self, lease: Lease, going: asyncio.Future[Any]) -> None:
         """KV is written or read in a request's slots: also if its client leaves, they are kept until then."""
         self._moving[lease.lease_id] = going
-
-    def changed(self) -> None:
-        """What the engine holds is not what the last sample showed: the next who asks gets a new one."""
-        self._changed_at = monotonic()
-        self.sampled.set()
 
     def borrow(self, slot: SlotId) -> Lease | None:
         """Keep everybody off an idle slot, which keeps what it holds; None while it is at work."""
@@ -429,7 +426,7 @@ class Runtime:
             self._perform(self.plane.on_reclaimed(key, monotonic(), gone=gone))
             self._emptied.set()
             self._emptied.clear()
-            self.changed()
+            self.readings.changed()
 
     async def _empty(self, slot: SlotId) -> bool:
         """Empty a slot that is idle, or whose request waits for that; False while it is at work."""
@@ -470,100 +467,7 @@ class Runtime:
         if (act := self.after_idle.pop(lease.lease_id, None)) is not None:
             await act()
         self._perform(self.plane.leases.on_slots_idle(lease, monotonic(), content))
-        self.sampled.set()
-
-    # -- samples -----------------------------------------------------------------------------------------
-
-    async def sample(self, max_age_s: float = FRESH_S) -> EngineSample | None:
-        """A reading no older than ``max_age_s`` seconds; one call to the engine serves all who ask.
-
-        None on an engine without counters, or when it does not answer; the last one stays published.
-        """
-        if not self.plane.capability.shares_cells or not self.plane.serving:
-            return self.plane.sample
-        last = self.plane.sample
-        if last is not None and last.taken_at > self._changed_at and monotonic() - last.taken_at <= max_age_s:
-            return last
-        if self._sampling is None:
-            self._sampling = asyncio.get_running_loop().create_future()
-            self.spawn(self._take_sample(self._sampling))
-        try:
-            return await asyncio.shield(self._sampling)
-        except PolyKVError:
-            return self.plane.sample
-
-    async def look(self, max_age_s: float) -> None:
-        """The sampler's look: what came since the last one goes into the rates.
-
-        Only this counts for them: whoever else reads the engine, and how often, changes no rate.
-        """
-        plane = self.plane
-        if not plane.serving:
-            return
-        counts: _Counts
-        self._notice_silence()
-        try:
-            if plane.capability is Capability.ZERO_COPY:
-                counts = await self.sample(max_age_s)
-                if counts is not None and counts.taken_at <= self._looked_at:
-                    counts = None  # the last one, still published
-            else:
-                counts = await self._counts(plane.capability)
-        finally:
-            if self._silence is not None:
-                self._silence.cancel()
-        if counts is None:
-            self.metrics.on_stale_sample()
-        else:
-            self._take_counts(counts)
-
-    def _notice_silence(self) -> None:
-        """Tell the rates, again and again, that the engine has not answered yet."""
-
-        def still() -> None:
-            self.plane.experience.book.on_silence(monotonic())
-            self._notice_silence()
-
-        self._silence = asyncio.get_running_loop().call_later(SILENCE_S, still)
-
-    async def _counts(self, capability: Capability) -> _Counts:
-        """What an engine says it has done; None when it says nothing."""
-        try:
-            if capability is Capability.ZERO_COPY:
-                return await self.client.counters()
-            return await self.client.stock_slots()
-        except PolyKVError as error:
-            log.debug("no_counters", reason=error.message)
-            return None
-
-    def _take_counts(self, counts: _Counts) -> None:
-        now = monotonic()
-        if counts is not None:
-            if isinstance(counts, EngineSample):
-                progress = self.plane.on_counters(counts)
-            else:
-                progress = self.plane.on_stock_slots(counts, now)
-            self.metrics.on_progress(progress)
-            self.gatekeeper.on_look(progress, counts, now)
-        self._looked_at = monotonic()
-
-    async def _take_sample(self, result: asyncio.Future[EngineSample]) -> None:
-        try:
-            sample = await self.client.counters()
-            self._perform(self.plane.on_sample(sample, monotonic(), self.now_ts()))
-            self._emptied.set()  # or is seen to be empty by now
-            self._emptied.clear()
-            result.set_result(sample)
-            if sample.epoch != self.epoch:
-                self._meet_again()
-        except PolyKVError as error:
-            result.set_exception(error)
-            result.exception()  # nobody may be waiting any more
-        finally:
-            self._sampling = None
-            if not result.done():
-                result.set_exception(UnavailableError("no reading was taken"))
-                result.exception()
+        self.readings.due.set()
 
     def background(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
         """Run something to its end whoever leaves that waits for it; cancel the future to stop it."""

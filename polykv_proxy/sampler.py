@@ -19,7 +19,7 @@ from polykv_proxy.core.types import Capability
 
 if TYPE_CHECKING:
     from polykv_proxy.core.plane import ControlPlane
-    from polykv_proxy.runtime import Runtime
+    from polykv_proxy.readings import Readings
 
 WARMING_S = 0.1
 BUSY_S = 0.25
@@ -29,19 +29,19 @@ SHORTEST_S = 0.1
 """Least time between two readings, however many requests start and end."""
 
 
-async def run(runtime: Runtime) -> None:
+async def run(readings: Readings) -> None:
     """Sample until cancelled."""
     while True:
-        await runtime.look(max_age_s=SHORTEST_S / 2)
-        interval_s, at_once = pace(runtime.plane)
+        await readings.look(max_age_s=SHORTEST_S / 2)
+        interval_s, at_once = pace(readings.plane)
         if at_once:
             await asyncio.sleep(SHORTEST_S)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(interval_s - SHORTEST_S):
-                    await runtime.sampled.wait()
+                    await readings.due.wait()
         else:
             await asyncio.sleep(interval_s)
-        runtime.sampled.clear()
+        readings.due.clear()
 
 
 def pace(plane: ControlPlane) -> tuple[float, bool]:

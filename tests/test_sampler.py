@@ -21,11 +21,11 @@ from polykv_proxy.core.types import (
 FACTS = EngineFacts("e", slots=3, max_pools=0, cells=100, ctx_tokens=100, bytes_per_cell=1, build="b")
 
 
-class FakeRuntime:
+class FakeReadings:
     """Counts looks."""
 
     def __init__(self):
-        self.sampled = asyncio.Event()
+        self.due = asyncio.Event()
         self.plane = ControlPlane(max_waiting=1)
         self.looks = 0
 
@@ -35,45 +35,45 @@ class FakeRuntime:
 
 
 @pytest.fixture
-async def runtime(monkeypatch):
+async def readings(monkeypatch):
     """One that is sampled, at the pace of ``paces``."""
-    runtime = FakeRuntime()
-    runtime.pace = (0.003, True)
+    readings = FakeReadings()
+    readings.pace = (0.003, True)
     monkeypatch.setattr(sampler, "SHORTEST_S", 0.001)
-    monkeypatch.setattr(sampler, "pace", lambda _plane: runtime.pace)
-    task = asyncio.get_running_loop().create_task(sampler.run(runtime))
-    yield runtime
+    monkeypatch.setattr(sampler, "pace", lambda _plane: readings.pace)
+    task = asyncio.get_running_loop().create_task(sampler.run(readings))
+    yield readings
     task.cancel()
 
 
-async def test_it_looks_again_and_again(runtime):
+async def test_it_looks_again_and_again(readings):
     """Without being told."""
-    await until(lambda: runtime.looks > 3)
+    await until(lambda: readings.looks > 3)
 
 
-async def test_it_looks_at_once_when_something_happens(runtime):
+async def test_it_looks_at_once_when_something_happens(readings):
     """A request that starts or ends is seen at once, and only then."""
-    runtime.pace = (3600.0, True)
-    await until(lambda: runtime.looks)
-    runtime.sampled.set()
+    readings.pace = (3600.0, True)
+    await until(lambda: readings.looks)
+    readings.due.set()
     await asyncio.sleep(0.05)
-    looks = runtime.looks
+    looks = readings.looks
     await asyncio.sleep(0.05)
-    assert runtime.looks == looks
-    runtime.sampled.set()
-    await until(lambda: runtime.looks > looks)
-    await until(lambda: not runtime.sampled.is_set())
+    assert readings.looks == looks
+    readings.due.set()
+    await until(lambda: readings.looks > looks)
+    await until(lambda: not readings.due.is_set())
 
 
-async def test_it_keeps_its_distance_where_it_would_disturb(runtime):
+async def test_it_keeps_its_distance_where_it_would_disturb(readings):
     """Nothing that happens makes it look sooner."""
-    runtime.pace = (0.2, False)
+    readings.pace = (0.2, False)
     await asyncio.sleep(0.02)
-    runtime.looks = 0
+    readings.looks = 0
     for _ in range(10):
-        runtime.sampled.set()
+        readings.due.set()
         await asyncio.sleep(0.005)
-    assert runtime.looks <= 1
+    assert readings.looks <= 1
 
 
 # -- the pace ---------------------------------------------------------------------------------------------
@@ -165,7 +165,7 @@ async def test_whoever_waits_on_a_stock_engine_is_left_in_peace(proxies):
     await asyncio.sleep(0.3)
     before = len(rig.engine.of("/slots"))
     for _ in range(10):
-        rig.runtime.sampled.set()
+        rig.runtime.readings.due.set()
         await asyncio.sleep(0.1)
     assert len(rig.engine.of("/slots")) - before <= 1
     rig.engine.gate.set()

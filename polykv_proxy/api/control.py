@@ -300,7 +300,7 @@ class ControlApi:
     async def show_pool(self, request: web.Request) -> web.Response:
         """``GET /polykv/pools/{id}``: one pool and what is below it."""
         engine, pool = self._pool(request)
-        await engine.runtime.sample()
+        await engine.runtime.readings.take()
         view, *below = [views.pool_view(engine.name, engine.plane, each) for each in pool.subtree()]
         return json_reply({**view, "subtree": below})
 
@@ -329,7 +329,7 @@ class ControlApi:
     @staticmethod
     async def _left(engine: Engine, names: set[PoolId]) -> dict[str, Any]:
         """What is left of pools that were given back, and how many hold it."""
-        await engine.runtime.sample(max_age_s=0.0)
+        await engine.runtime.readings.take(max_age_s=0.0)
         owned = engine.plane.ownership
         still = [] if owned is None else [rest for rest in owned.draining if rest.pool_id in names]
         return {

@@ -205,7 +205,7 @@ class SavedPools:
 
     async def _fits(self, pool: PrefixPool) -> bool:
         """Whether there are cells for all of it: for a moment it takes also those that are its parent's."""
-        sample = await self._runtime.sample(max_age_s=0.0)
+        sample = await self._runtime.readings.take(max_age_s=0.0)
         ledger = self._plane.cells.ledger
         if sample is None or ledger is None:
             return False
@@ -245,6 +245,6 @@ class SavedPools:
             if not done:
                 plane.pools.on_failed(entered, retire=True)
                 runtime.spawn(self._pooling.room.take_back(entered.number, epoch))
-        runtime.changed()
+        runtime.readings.changed()
         self._shelf.used(entry)
         return entered

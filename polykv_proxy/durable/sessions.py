@@ -222,7 +222,7 @@ class SavedSessions:
     async def _pays(self, lease: Lease, tokens: Tokens, held: int, entry: Entry, matched: int) -> bool:
         """Whether it is worth restoring a state, as the engine is now."""
         facts = self._plane.facts
-        sample = await self._runtime.sample(max_age_s=0.0)
+        sample = await self._runtime.readings.take(max_age_s=0.0)
         seen = None if sample is None else _seen(sample, lease.slots[0])
         if facts is None or sample is None or seen is None or lease.ended:
             return False
@@ -263,7 +263,7 @@ class SavedSessions:
                 return
             finally:
                 runtime.backend.forget([slot])
-                runtime.changed()
+                runtime.readings.changed()
         if moved.n_tokens != len(entry.tokens):
             self._shelf.failed("restore", f"{moved.n_tokens} of {len(entry.tokens)} tokens came back")
             return

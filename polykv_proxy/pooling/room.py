@@ -88,7 +88,7 @@ class Room:
             return await self._release(pool, recursive=recursive)
 
         async def go() -> tuple[list[PrefixPool], int]:
-            await self._runtime.sample(max_age_s=0.0)
+            await self._runtime.readings.take(max_age_s=0.0)
             if self._plane.tree.get(pool.pool_id) is not pool:
                 return [], 0  # somebody else released it meanwhile
             return await self._release(pool, recursive=recursive)
@@ -168,7 +168,7 @@ class Room:
 
     async def _evictable(self) -> list[PrefixPool]:
         """Those that may go, by a reading that is newer than whatever attached before."""
-        await self._runtime.sample(max_age_s=0.0)
+        await self._runtime.readings.take(max_age_s=0.0)
         plane = self._plane
         return evictable(plane.tree, plane.sample, self._runtime.now_ts(), plane.policy.grace_s)
 
@@ -240,7 +240,7 @@ class Room:
             except PolyKVError as error:
                 log.warning("pool_release_failed", number=number, reason=error.message)
                 return None
-        self._runtime.changed()
+        self._runtime.readings.changed()
         if self._runtime.epoch == epoch:  # else it may be another's by now
             self._plane.tree.retire(number)
         return freed

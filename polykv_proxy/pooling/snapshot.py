@@ -180,7 +180,7 @@ class Snapshots:
             made = await self._runtime.backend.snapshot(number, slot.slot, n_tokens, above, lease)
         except NotFoundError as error:
             raise ConflictError(f"{error.message}; ask again", code="pool_lost") from None
-        self._runtime.changed()
+        self._runtime.readings.changed()
         if self._runtime.epoch != epoch:
             raise EngineGoneError("the engine was restarted")
         tokens = as_tokens(made.tokens)

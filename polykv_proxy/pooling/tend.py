@@ -47,7 +47,7 @@ class Tender:
         """One look at everything."""
         if not self._works:
             return
-        await self._runtime.sample(max_age_s=TEND_S)
+        await self._runtime.readings.take(max_age_s=TEND_S)
         while old := tend(self._plane.tree, self._plane.sample, self._runtime.now_ts()):
             log.info("pool_lifetime_over", pool_id=old[0].pool_id, ttl_s=old[0].ttl_s)
             await self._room.release(old[0], recursive=False, look=False)
@@ -57,7 +57,9 @@ class Tender:
                 await self._room.end_grace(pool)
         await self._orphans()
         if self._strays() != ([], []):
-            await self._runtime.sample(max_age_s=0.0)  # the last one may be older than what happened since
+            await self._runtime.readings.take(
+                max_age_s=0.0
+            )  # the last one may be older than what happened since
             await self._take_back_strays()
 
     async def _orphans(self) -> None:

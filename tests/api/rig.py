@@ -176,7 +176,7 @@ class Rig:
         )
         self.handlers = routes._handlers
         for engine in engines:
-            tasks.spawn(sampler.run(engine.runtime))
+            tasks.spawn(sampler.run(engine.runtime.readings))
             tasks.spawn(engine.pooling.tender.run())
         self.edge = edge = Edge(routes.handle, render_error=render_error)
         port = await edge.listen("127.0.0.1", 0)

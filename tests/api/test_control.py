@@ -421,7 +421,7 @@ async def test_a_duplicate_snapshot_leaves_no_cell_unexplained(proxies):
     assert [rest["cells"] for rest in listed["draining"]] == [10]
     await rig.ask("/slots/0?action=erase", {})
     await rig.ask("/slots/1?action=erase", {})
-    await rig.runtime.sample(max_age_s=0.0)
+    await rig.runtime.readings.take(max_age_s=0.0)
     listed = (await rig.ask("/polykv/pools")).json
     assert (listed["unattributed_cells"], listed["draining"]) == (0, [])
 
@@ -632,7 +632,7 @@ async def test_what_hangs_on_a_pool_pins_it_and_all_above(proxies):
     assert (await rig.ask("/completion", body)).status == 200
     assert await pins() == [True, True]
     await rig.ask("/polykv/sessions/me/close", {})
-    await rig.runtime.sample(max_age_s=0.0)
+    await rig.runtime.readings.take(max_age_s=0.0)
     assert await pins() == [True, False]
     await rig.ask(f"/polykv/pools/{child['pool_id']}", method="DELETE")
     assert await pins() == [False]

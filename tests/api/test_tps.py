@@ -37,7 +37,7 @@ async def quick(proxies):
 async def test_one_document_for_those_who_want_one(rig, query, headers):
     """JSON, and the end."""
     await rig.ask(CHAT, chat("a", session_id="one"))
-    await rig.runtime.sample(0.0)
+    await rig.runtime.readings.take(0.0)
     answer = await rig.ask(f"/polykv/tps{query}", **headers)
     assert (answer.status, answer.headers["Content-Type"]) == (200, "application/json; charset=utf-8")
     (session,) = answer.json["sessions"]

@@ -48,7 +48,7 @@ async def test_the_tree_comes_back_from_disk(proxies):
     assert rig.runtime.metrics.rebuilds == {"disk": 2, "prefill": 0, "failed": 0}
     assert [number for number, _ in rig.engine.moved("restore_pool")] == [0, 1]
     await rig.quiet()
-    sample = await rig.runtime.sample(max_age_s=0.0)
+    sample = await rig.runtime.readings.take(max_age_s=0.0)
     assert rig.runtime.plane.ownership.unattributed == 0
     assert sample.cells_used == 100 + 70
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import aiohttp
 
-from polykv_proxy.runtime import FRESH_S
+from polykv_proxy.readings import FRESH_S
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

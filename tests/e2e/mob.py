@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from e2e.audit import Picture
 from e2e.harness import LOOK_S, PATIENCE_S, Http, Served
-from polykv_proxy.runtime import FRESH_S
+from polykv_proxy.readings import FRESH_S
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

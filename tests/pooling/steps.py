@@ -36,5 +36,5 @@ async def every_cell_has_its_owner(rig):
     """At rest nothing is unattributed, and sequence ids are those of the engine's pools."""
     await rig.quiet()
     await until(lambda: rig.runtime.plane.tree.sequences_used == len(rig.engine.pools))
-    await rig.runtime.sample(max_age_s=0.0)
+    await rig.runtime.readings.take(max_age_s=0.0)
     assert rig.runtime.plane.ownership.unattributed == 0

@@ -85,7 +85,7 @@ async def test_what_a_snapshot_stands_on_is_known_again(proxies):
         await rig.pooling.release(pool, recursive=False)
     task = await slow_snapshot(rig)
     for _ in range(2):  # the first may be one that was under way
-        await rig.runtime.sample(max_age_s=0.0)
+        await rig.runtime.readings.take(max_age_s=0.0)
     assert root not in rig.runtime.plane.tree.nodes()
     rig.engine.snapshot_gate.set()
     assert (await task).status == 201

@@ -30,11 +30,11 @@ async def test_a_lifetime_does_not_end_while_a_session_rests_on_the_pool(rig):
     made, _, _ = await rig.pooling.create(as_tokens(ids((1, 40))), SCOPE, label=None, pin=False, ttl_s=1.0)
     await talked(rig, pool_id=made.pool_id)
     made.last_access_ts -= 100.0
-    await rig.runtime.sample(max_age_s=0.0)
+    await rig.runtime.readings.take(max_age_s=0.0)
     await rig.pooling.tender.round()
     assert made.resident
     assert (await rig.ask("/polykv/sessions/me/close", {})).status == 200
-    await rig.runtime.sample(max_age_s=0.0)
+    await rig.runtime.readings.take(max_age_s=0.0)
     await rig.pooling.tender.round()
     assert made.resident
     made.held_ts -= 100.0
@@ -46,7 +46,7 @@ async def test_a_pool_that_nobody_knows_of_is_released(rig):
     """Under a number that is free here; pools of ours stay."""
     made, _, _ = await create(rig)
     rig.engine.pools[1] = rig.engine.holding(ids((5, 10)))
-    await rig.runtime.sample(max_age_s=0.0)
+    await rig.runtime.readings.take(max_age_s=0.0)
     await rig.pooling.tender.round()
     await until(lambda: list(rig.engine.pools) == [made.number])
     await until(lambda: rig.runtime.plane.tree.sequences_used == 1)
@@ -65,7 +65,7 @@ async def test_what_a_lost_snapshot_left_behind_is_taken_back(rig, monkeypatch):
     monkeypatch.setattr(rig.runtime.client, "snapshot", lost)
     assert (await rig.ask("/polykv/pools", {"from_session": "me"})).status == 503
     await until(lambda: rig.runtime.plane.tree.sequences_used == len(rig.engine.pools) == 1)
-    await rig.runtime.sample(max_age_s=0.0)
+    await rig.runtime.readings.take(max_age_s=0.0)
     assert rig.runtime.plane.ownership.unattributed != 0
     await rig.pooling.tender.round()
     await every_cell_has_its_owner(rig)
@@ -81,7 +81,7 @@ async def test_what_somebody_works_with_is_left_alone(rig):
     rig.engine.snapshot_gate.clear()
     task = rig.start("/polykv/pools", {"from_session": "me"})
     await until(lambda: rig.engine.pools)
-    await rig.runtime.sample(max_age_s=0.0)
+    await rig.runtime.readings.take(max_age_s=0.0)
     await rig.pooling.tender.round()
     await asyncio.sleep(0.01)
     assert list(rig.engine.pools) == [PoolNumber(0)]
