@@ -17,19 +17,14 @@ from typing import TYPE_CHECKING, TypeVar
 import structlog
 
 from polykv_proxy.core.decisions import (
-    Admit,
     AwaitIdle,
     Command,
     Lease,
-    Never,
-    Queue,
     Reclaim,
-    Reject,
     StopRunning,
-    Ticket,
     WakeQueued,
 )
-from polykv_proxy.core.slots import Ask, Content
+from polykv_proxy.core.slots import Content
 from polykv_proxy.core.types import (
     Capability,
     EngineSample,
@@ -42,19 +37,18 @@ from polykv_proxy.engine.capability import find_backend
 from polykv_proxy.engine.copies import Copies
 from polykv_proxy.engine.state import EngineState
 from polykv_proxy.errors import (
-    NoRoomError,
     PolyKVError,
-    SaturatedError,
     UnavailableError,
 )
 from polykv_proxy.gatekeeper import Gatekeeper
+from polykv_proxy.line import Line
 from polykv_proxy.metrics import Metrics
 from polykv_proxy.policy import PolicyFile
 from polykv_proxy.readings import Readings
 from polykv_proxy.saver import NoSaver
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+    from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
     from typing import Any
 
     from polykv_proxy.core.ledger import Key
@@ -79,30 +73,6 @@ nobody asked it anything."""
 RETRY_READY_S = 1.0
 
 T = TypeVar("T")
-
-
-class Pending:
-    """A request's wait for its slots."""
-
-    def __init__(self, runtime: Runtime, ticket: Ticket | None, lease: Lease | None) -> None:
-        self._runtime = runtime
-        self._ticket = ticket
-        self.lease = lease
-        self.woken: asyncio.Future[Lease] | None = None
-
-    async def wait(self, timeout_s: float) -> Lease | None:
-        """The lease, or None when ``timeout_s`` seconds pass without one; wait again or give up then."""
-        if self.lease is None:
-            assert self.woken is not None
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(timeout_s):
-                    self.lease = await asyncio.shield(self.woken)
-        return self.lease
-
-    def give_up(self) -> None:
-        """Leave the queue; a lease that came in the meantime goes to the next in line."""
-        if self._ticket is not None and self.lease is None:
-            self._runtime.gave_up(self._ticket)
 
 
 class Runtime:
@@ -142,6 +112,7 @@ class Runtime:
             gatekeeper=self.gatekeeper,
             on_sample=self._on_sample,
         )
+        self.line = Line(plane, self.readings, self.metrics, self._perform, self.now_ts)
         self.backend: Backend = Relaying(client)
         self._copies = copies if copies is not None and copies.max_pools else None
         self.status: EngineStatus | None = None
@@ -149,7 +120,6 @@ class Runtime:
         """Set while requests can be sent to the engine."""
         self.name = name
         self._tasks = tasks
-        self._waiters: dict[int, Pending] = {}
         self.after_idle: dict[LeaseId, Callable[[], Awaitable[object]]] = {}
         """What is to be done when an abandoned request's slots are idle, before they are given away."""
         self.stoppable: dict[LeaseId, asyncio.Timeout] = {}
@@ -284,56 +254,6 @@ class Runtime:
 
     # -- requests ----------------------------------------------------------------------------------------
 
-    def request(self, ask: Ask, *, conversation: bool = True) -> Pending:
-        """Ask for slots.
-
-        Raises:
-            SaturatedError: too many wait already.
-            NoRoomError: it can never fit the cells.
-        """
-        decision = self.plane.leases.on_request(
-            ask, monotonic(), now_ts=self.now_ts(), conversation=conversation
-        )
-        match decision:
-            case Admit(lease):
-                self.metrics.on_admission("admitted", 0.0)
-                self.readings.due.set()
-                self._perform(self.plane.cells.reclaim())
-                return Pending(self, None, lease)
-            case Queue(ticket):
-                pending = Pending(self, ticket, None)
-                pending.woken = asyncio.get_running_loop().create_future()
-                self._waiters[id(ticket)] = pending
-                return pending
-            case Reject(code, message):
-                self.metrics.on_admission("rejected")
-                raise SaturatedError(message, code=code, retry_after_s=2)
-            case Never() as never:
-                self.metrics.on_admission("rejected")
-                raise _no_room(never)
-
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """A request waits here before it asks for slots; it counts as one of those who wait.
-
-        Raises:
-            SaturatedError: too many wait already.
-        """
-        if (full := self.plane.leases.on_held()) is not None:
-            self.metrics.on_admission("rejected")
-            raise SaturatedError(full.message, code=full.code, retry_after_s=2)
-        try:
-            yield
-        finally:
-            self.plane.leases.on_let_go()
-
-    def gave_up(self, ticket: Ticket) -> None:
-        """See ``Pending.give_up``."""
-        self._waiters.pop(id(ticket), None)
-        if ticket.lease is None:
-            self.metrics.on_admission("gave_up")
-        self._perform(self.plane.leases.on_gave_up(ticket, monotonic()))
-
     def finish(self, lease: Lease, *, clean: bool, content: Content, stop: bool = True) -> None:
         """End a lease; see ``Leases.on_finished``. What moves in its slots goes to its end first."""
         moving = self._moving.pop(lease.lease_id, None)
@@ -392,15 +312,7 @@ class Runtime:
         for command in commands:
             match command:
                 case WakeQueued(ticket):
-                    pending = self._waiters.pop(id(ticket), None)
-                    if pending is not None and pending.woken is not None and ticket.never is not None:
-                        pending.woken.set_exception(_no_room(ticket.never))
-                        pending.woken.exception()  # whoever waited may be leaving
-                    elif pending is None or pending.woken is None or ticket.lease is None:
-                        self._perform(self.plane.leases.on_gave_up(ticket, monotonic()))
-                    else:
-                        self.metrics.on_admission("queued", monotonic() - ticket.since)
-                        pending.woken.set_result(ticket.lease)
+                    self.line.wake(ticket)
                 case AwaitIdle(lease, stop):
                     self.spawn(self._await_idle(lease, stop=stop))
                 case Reclaim(key):
@@ -493,12 +405,3 @@ class Runtime:
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run something that handles its own errors; it is cancelled when the proxy stops."""
         return self._tasks.spawn(coroutine)
-
-
-def _no_room(never: Never) -> NoRoomError:
-    return NoRoomError(
-        f"the prompt has {never.required_tokens} tokens, and there are KV cells for {never.room_tokens}, "
-        "one of them for the answer",
-        required_tokens=never.required_tokens,
-        ctx_size=never.room_tokens,
-    )

@@ -5,16 +5,11 @@ import asyncio
 from api.rig import CHAT, chat, until
 
 from polykv_proxy import readings as readings_module
-from polykv_proxy.core.slots import Ask, Content
+from polykv_proxy.core.slots import Content
 from polykv_proxy.core.types import Scope, as_tokens
 
 TOKENS = as_tokens(range(1, 41))
 SCOPE = Scope("")
-
-
-def take_all(rig):
-    """Leases on every slot."""
-    return [rig.runtime.request(Ask(scope=SCOPE), conversation=False).lease for _ in rig.engine.sequences]
 
 
 async def test_one_reading_serves_all_who_ask(rig):
@@ -28,7 +23,7 @@ async def test_one_reading_serves_all_who_ask(rig):
 
 async def test_a_reading_from_before_an_answer_is_old(rig):
     """However fresh it is: it shows a request at work that is over."""
-    one, _ = take_all(rig)
+    one, _ = rig.take_all()
     before = await rig.runtime.readings.take(0.0)
     rig.runtime.finish(one, clean=True, content=Content.NEW)
     assert await rig.runtime.readings.take(60.0) is not before

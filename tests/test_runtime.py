@@ -1,29 +1,22 @@
 """Claims about ``runtime``: commands become calls, and nothing is lost when somebody leaves."""
 
 import asyncio
-import contextlib
 
 import pytest
 from api.rig import until
 
 from polykv_proxy import runtime as runtime_module
-from polykv_proxy.core.decisions import WakeQueued
 from polykv_proxy.core.plane import ControlPlane
 from polykv_proxy.core.slots import Ask, Content
 from polykv_proxy.core.types import PoolState, Scope, as_tokens
 from polykv_proxy.edge.tasks import TaskSet
 from polykv_proxy.engine import backend
 from polykv_proxy.engine.state import EngineState, EngineStatus
-from polykv_proxy.errors import SaturatedError, UnavailableError
+from polykv_proxy.errors import UnavailableError
 from polykv_proxy.runtime import Runtime
 
 TOKENS = as_tokens(range(1, 41))
 SCOPE = Scope("")
-
-
-def take_all(rig):
-    """Leases on every slot."""
-    return [rig.runtime.request(Ask(scope=SCOPE), conversation=False).lease for _ in rig.engine.sequences]
 
 
 # -- becoming ready ---------------------------------------------------------------------------------------
@@ -73,7 +66,7 @@ async def test_an_engine_that_goes_while_it_is_looked_at_is_not_served(rig):
 async def test_a_restart_that_nobody_reported_is_noticed(rig):
     """An engine that came back between two looks has another epoch: it is met anew."""
     made = await rig.pool()
-    one, _ = take_all(rig)
+    one, _ = rig.take_all()
     rig.engine.restart()
     await rig.runtime.readings.take(0.0)
     await until(lambda: rig.runtime.plane.facts.epoch == rig.engine.epoch)
@@ -83,75 +76,13 @@ async def test_a_restart_that_nobody_reported_is_noticed(rig):
     assert rig.runtime.plane.pools.find(made["pool_id"], SCOPE).state is PoolState.LOST
 
 
-# -- waiting ----------------------------------------------------------------------------------------------
-
-
-async def test_a_lease_wakes_its_waiter(rig):
-    """And a second look gives it again."""
-    one, _ = take_all(rig)
-    pending = rig.runtime.request(Ask(scope=SCOPE))
-    assert await pending.wait(0.0) is None
-    rig.runtime.finish(one, clean=True, content=Content.NEW)
-    lease = await pending.wait(5.0)
-    assert lease.slots == one.slots
-    assert await pending.wait(0.0) is lease
-    pending.give_up()  # it has its lease: nothing to leave
-    assert not lease.ended
-
-
-async def test_who_leaves_in_the_moment_of_being_woken_passes_the_slot_on(rig):
-    """Woken but cancelled before it could run: the next in line has the slot."""
-    one, _ = take_all(rig)
-    leaver, next_one = rig.runtime.request(Ask(scope=SCOPE)), rig.runtime.request(Ask(scope=SCOPE))
-    task = asyncio.get_running_loop().create_task(leaver.wait(10.0))
-    await asyncio.sleep(0)
-    rig.runtime.finish(one, clean=True, content=Content.NEW)
-    task.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await task
-    leaver.give_up()
-    assert (await next_one.wait(5.0)).slots == one.slots
-
-
-async def test_a_wake_that_comes_with_the_timeout_is_not_lost(rig):
-    """Whichever is seen first, the lease is there for the next look."""
-    one, _ = take_all(rig)
-    pending = rig.runtime.request(Ask(scope=SCOPE))
-    loop = asyncio.get_running_loop()
-    loop.call_later(0.01, lambda: rig.runtime.finish(one, clean=True, content=Content.NEW))
-    first = await pending.wait(0.01)
-    assert (first or await pending.wait(5.0)).slots == one.slots
-
-
-async def test_a_ticket_without_a_waiter_gives_its_lease_back(rig):
-    """A wake-up for nobody frees the slot."""
-    one, two = take_all(rig)
-    pending = rig.runtime.request(Ask(scope=SCOPE))
-    rig.runtime._waiters.clear()
-    rig.runtime.finish(one, clean=True, content=Content.NEW)
-    assert rig.idle == 1
-    assert pending.lease is None
-    rig.runtime._perform([WakeQueued(pending._ticket)])  # nothing more happens
-    rig.runtime.finish(two, clean=True, content=Content.NEW)
-    assert rig.idle == 2
-
-
-async def test_one_too_many_is_told_when_to_come_again(proxies):
-    """An exception with a Retry-After."""
-    rig = await proxies(queue={"max_depth": 0})
-    take_all(rig)
-    with pytest.raises(SaturatedError) as caught:
-        rig.runtime.request(Ask(scope=SCOPE))
-    assert (caught.value.code, caught.value.retry_after_s) == ("queue_full", 2)
-
-
 # -- what a client left running ---------------------------------------------------------------------------
 
 
 async def test_a_request_that_never_began_frees_its_slot_after_a_grace(rig, monkeypatch):
     """The engine may still start it, but not after it had time to notice the closed connection."""
     monkeypatch.setattr(runtime_module, "LAUNCH_GRACE_S", 0.05)
-    one, _ = take_all(rig)
+    one, _ = rig.take_all()
     rig.runtime.finish(one, clean=False, content=Content.NEW)
     assert rig.idle == 0
     await until(lambda: rig.idle == 1)
@@ -159,7 +90,7 @@ async def test_a_request_that_never_began_frees_its_slot_after_a_grace(rig, monk
 
 async def conversation_in_a_slot(rig, name):
     """A request of a session that the engine computed ten tokens of; its lease."""
-    lease = rig.runtime.request(Ask(scope=SCOPE, name=name, chain=(1, 2))).lease
+    lease = rig.runtime.line.request(Ask(scope=SCOPE, name=name, chain=(1, 2))).lease
     rig.engine.sequences[lease.slots[0]].tokens = list(range(10))
     rig.runtime.finish(lease, clean=True, content=Content.NEW)
     return lease
@@ -169,7 +100,7 @@ async def conversation_in_a_slot(rig, name):
 async def test_who_left_is_where_something_was_computed(proxies, tokens, slot):
     """A request that was stopped before its first token left nothing: no slot is its session's."""
     rig = await proxies(slots=1)
-    lease = rig.runtime.request(Ask(scope=SCOPE, name="me", chain=(1, 2))).lease
+    lease = rig.runtime.line.request(Ask(scope=SCOPE, name="me", chain=(1, 2))).lease
     held = rig.engine.sequences[0]
     held.tag, held.tokens = lease.lease_id, list(range(tokens))
     rig.runtime.finish(lease, clean=False, content=Content.NEW)
@@ -183,7 +114,7 @@ async def test_a_request_that_never_began_displaced_nobody(proxies, monkeypatch,
     monkeypatch.setattr(runtime_module, "LAUNCH_GRACE_S", 0.05)
     rig = await proxies(slots=1)
     first = await conversation_in_a_slot(rig, "first")
-    second = rig.runtime.request(Ask(scope=SCOPE, name="second", chain=(1, 3))).lease
+    second = rig.runtime.line.request(Ask(scope=SCOPE, name="second", chain=(1, 3))).lease
     if erased:
         rig.engine.sequences[0].tokens = []
     rig.runtime.finish(second, clean=False, content=Content.NEW)
@@ -223,7 +154,7 @@ async def test_what_runs_in_the_background_is_stopped_only_if_that_is_asked_for(
 
 async def test_one_at_a_time_needs_a_slot_to_be_still(rig):
     """Whoever comes second waits, and a request waits for both; other slots are not concerned."""
-    one, two = take_all(rig)
+    one, two = rig.take_all()
     first = rig.runtime.still(one.slots[0])
     await first.__aenter__()
     order = []
@@ -247,7 +178,7 @@ async def test_one_at_a_time_needs_a_slot_to_be_still(rig):
 
 async def test_a_resumable_stream_is_not_stopped(rig):
     """Its slot is taken until the engine is done with it."""
-    one, _ = take_all(rig)
+    one, _ = rig.take_all()
     slot = rig.engine.sequences[one.slots[0]]
     slot.running, slot.tag = True, one.lease_id
     rig.runtime.finish(one, clean=False, content=Content.NEW, stop=False)
@@ -261,7 +192,7 @@ async def test_a_resumable_stream_is_not_stopped(rig):
 async def test_polling_outlives_bad_answers(rig, monkeypatch):
     """A counters document that makes no sense is looked at again."""
     monkeypatch.setattr(runtime_module, "LAUNCH_GRACE_S", 0.02)
-    one, _ = take_all(rig)
+    one, _ = rig.take_all()
     rig.engine.broken["/polykv/engine/counters"] = (200, b"nonsense")
     rig.runtime.finish(one, clean=False, content=Content.NEW)
     polls = len(rig.engine.of("/polykv/engine/counters"))
@@ -274,7 +205,7 @@ async def test_polling_outlives_bad_answers(rig, monkeypatch):
 def abandoned(rig, monkeypatch):
     """A slot whose client left while the engine works on, which is unheard by now."""
     monkeypatch.setattr(runtime_module, "QUIET_POLL_S", 0.01)
-    one, _ = take_all(rig)
+    one, _ = rig.take_all()
     slot = rig.engine.sequences[one.slots[0]]
     slot.running, slot.tag = True, one.lease_id
     rig.runtime.finish(one, clean=False, content=Content.NEW, stop=False)
@@ -307,7 +238,7 @@ async def test_a_stock_engine_that_hides_its_slots_gets_the_slot_back_in_the_end
         monkeypatch.setattr(module, "LAUNCH_GRACE_S", 0.05)
     rig = await proxies(max_pools=0)
     rig.engine.broken["/slots"] = (501, b'{"error":{"message":"off"}}')
-    one, _ = take_all(rig)
+    one, _ = rig.take_all()
     rig.runtime.finish(one, clean=False, content=Content.NEW)
     await until(lambda: rig.idle == 1)
 
@@ -321,22 +252,6 @@ async def test_restarts_are_told_from_reconnections(rig):
     rig.engine.restart()
     await rig.up()
     assert rig.runtime.metrics.restarts == 1
-
-
-async def test_what_becomes_of_requests_is_counted(rig):
-    """At once, after a wait, given up, refused."""
-    one, _ = take_all(rig)
-    waiting, leaving = rig.runtime.request(Ask(scope="s")), rig.runtime.request(Ask(scope="s"))
-    leaving.give_up()
-    rig.runtime.finish(one, clean=True, content=Content.NEW)
-    assert await waiting.wait(20.0)
-    rig.runtime.plane.leases._max_waiting = 0
-    with pytest.raises(SaturatedError):
-        rig.runtime.request(Ask(scope="s"))
-    counted = rig.runtime.metrics.admissions
-    assert (counted["queued"], counted["gave_up"], counted["rejected"]) == (1, 1, 1)
-    assert counted["admitted"] == 2
-    assert sum(rig.runtime.metrics.queue_wait._counts) == 3
 
 
 # -- time -------------------------------------------------------------------------------------------------

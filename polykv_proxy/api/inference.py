@@ -141,7 +141,7 @@ class Inference:
         asked, saver = work.asked, self._runtime.saver
         while True:
             if work.family.pooled and not saver.is_settled:
-                with self._runtime.held():
+                with self._runtime.line.held():
                     await work.hold.until(saver.settled)
             if asked.pool_id is not None and asked.cache and work.family.pooled:
                 await self.matching.use_named(work, PoolId(asked.pool_id))
@@ -158,7 +158,7 @@ class Inference:
             NoRoomError: it was stopped later than that.
         """
         runtime = self._runtime
-        pending = runtime.request(ask, conversation=work.family.pooled)
+        pending = runtime.line.request(ask, conversation=work.family.pooled)
         clock = work.clock = asyncio.timeout(None)
         try:
             work.lease = pending.lease or await work.hold.until(pending.wait)

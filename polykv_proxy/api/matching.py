@@ -51,7 +51,7 @@ class Matching:
         """Find out how far the request can ride on the pool it names; never an error for the pool's sake."""
         plane = self._runtime.plane
         if not plane.serving:
-            with self._runtime.held():
+            with self._runtime.line.held():
                 await work.hold.until(self._serving)
         pool = plane.pools.find(pool_id, work.scope)
         if pool is None and plane.tree.get(pool_id) is not None:

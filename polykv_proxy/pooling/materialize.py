@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     from polykv_proxy.core.pools import PrefixPool
     from polykv_proxy.core.types import Scope, SlotId, Tokens
     from polykv_proxy.engine.patched import Materialized
+    from polykv_proxy.line import Pending
     from polykv_proxy.pooling.room import Room
-    from polykv_proxy.runtime import Pending, Runtime
+    from polykv_proxy.runtime import Runtime
 
 log = structlog.get_logger(__name__)
 
@@ -115,7 +116,7 @@ class Materializer:
         pending: Pending | None = None
         try:
             need = need_of_pool(pool.prefix_len, pool.parent, pool.branch_pos)
-            pending = self._runtime.request(Ask(scope=pool.scope, need=need), conversation=False)
+            pending = self._runtime.line.request(Ask(scope=pool.scope, need=need), conversation=False)
             while lease is None:
                 lease = await pending.wait(60.0)
             if lease.ended or not self._plane.pools.is_awaited(pool):

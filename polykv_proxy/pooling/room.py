@@ -194,7 +194,7 @@ class Room:
             PolyKVError: the engine does not do it.
         """
         try:
-            pending = self._runtime.request(Ask(scope=Scope(""), only=slot), conversation=False)
+            pending = self._runtime.line.request(Ask(scope=Scope(""), only=slot), conversation=False)
         except SaturatedError:
             return None
         if pending.lease is None:

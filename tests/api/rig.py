@@ -22,8 +22,10 @@ from polykv_proxy.api.requests import RequestsApi
 from polykv_proxy.api.routes import render_error
 from polykv_proxy.api.tps import TpsApi
 from polykv_proxy.app import assemble
-from polykv_proxy.core.decisions import PoolPolicy
+from polykv_proxy.core.decisions import Lease, PoolPolicy
 from polykv_proxy.core.plane import ControlPlane
+from polykv_proxy.core.slots import Ask
+from polykv_proxy.core.types import Scope
 from polykv_proxy.durable.service import Durable
 from polykv_proxy.edge import Edge, InProcess, Upstream
 from polykv_proxy.edge.tasks import TaskSet
@@ -295,6 +297,11 @@ class Rig:
     def waiting(self) -> int:
         """Requests in the queue."""
         return len(self.runtime.plane.leases._waiting)
+
+    def take_all(self) -> list[Lease]:
+        """Leases on every slot."""
+        ask = Ask(scope=Scope(""))
+        return [self.runtime.line.request(ask, conversation=False).lease for _ in self.engine.sequences]
 
     @property
     def idle(self) -> int:

@@ -290,7 +290,7 @@ async def test_a_stream_that_waits_for_kv_is_kept_alive(proxies, why):
         held = rig.engine.slow["/slots/0"] = asyncio.Event()
     if why == "erase":
         need = need_of_pool(1, None, 0)
-        lease = rig.runtime.request(Ask(scope=Scope(""), need=need), conversation=False).lease
+        lease = rig.runtime.line.request(Ask(scope=Scope(""), need=need), conversation=False).lease
         emptying = asyncio.create_task(rig.runtime._empty(SlotId(0)))
         await until(lambda: rig.runtime._still)
         rig.runtime.finish(lease, clean=True, content=Content.OLD)
@@ -555,7 +555,7 @@ async def test_a_slot_is_saved_once_also_if_two_are_to_displace_it(proxies):
     await turn(rig, "a", "y" * 300)
     before = len(rig.engine.moved("save"))
     need = need_of_pool(100, None, 0)
-    lease = rig.runtime.request(Ask(scope=Scope(""), need=need), conversation=False).lease
+    lease = rig.runtime.line.request(Ask(scope=Scope(""), need=need), conversation=False).lease
     await asyncio.gather(
         rig.runtime.saver.before_request(lease, None, 0), rig.runtime._take_back(("slot", SlotId(0)))
     )

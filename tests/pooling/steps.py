@@ -4,16 +4,10 @@ import asyncio
 
 from api.rig import until
 
-from polykv_proxy.core.slots import Ask
 from polykv_proxy.core.types import Scope, as_tokens
 
 TOKENS = as_tokens(range(1, 41))
 SCOPE = Scope("")
-
-
-def take_all(rig):
-    """Leases on every slot."""
-    return [rig.runtime.request(Ask(scope=SCOPE), conversation=False).lease for _ in rig.engine.sequences]
 
 
 def create(rig, tokens=TOKENS):

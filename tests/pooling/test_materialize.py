@@ -5,7 +5,7 @@ import contextlib
 
 import pytest
 from api.rig import until
-from pooling.steps import SCOPE, TOKENS, create, every_cell_has_its_owner, ids, take_all, talked
+from pooling.steps import SCOPE, TOKENS, create, every_cell_has_its_owner, ids, talked
 
 from polykv_proxy import runtime
 from polykv_proxy.core.slots import Content
@@ -22,7 +22,7 @@ from polykv_proxy.saver import NoSaver
 
 async def test_a_pool_that_waited_across_a_restart_is_not_computed(rig):
     """Its number belongs to nobody in the new engine: an error, and the next attempt works."""
-    take_all(rig)
+    rig.take_all()
     task = create(rig)
     await until(lambda: rig.waiting == 1)
     rig.down()
@@ -93,7 +93,7 @@ async def test_a_refused_pool_leaves_the_conversation_whose_slot_it_was_to_use(p
     assert rig.engine.used == 50
     await every_cell_has_its_owner(rig)
     rig.engine.sequences[0].tag = 99  # what the next lease is going to have
-    rig.runtime.plane._next_lease = 99
+    rig.runtime.plane.leases._next_lease = 99
     with pytest.raises(PolyKVError):
         await create(rig)
     await rig.quiet()
@@ -113,7 +113,7 @@ async def test_a_refused_pool_frees_its_slot_at_once(rig):
 async def test_a_full_queue_refuses_pools_too(proxies):
     """The refusal reaches who asked."""
     rig = await proxies(queue={"max_depth": 0})
-    take_all(rig)
+    rig.take_all()
     with pytest.raises(SaturatedError):
         await create(rig)
     assert len(rig.runtime.plane.tree) == 0
@@ -136,7 +136,7 @@ async def test_a_child_whose_parent_goes_while_it_waits_is_not_made_of_its_cells
     root, _, _ = await create(rig, as_tokens(ids((1, 40))))
     for name in ("one", "other"):
         await talked(rig, name, pool_id=root.pool_id)
-    first, _ = leases = take_all(rig)
+    first, _ = leases = rig.take_all()
     making = asyncio.get_running_loop().create_task(
         rig.pooling.create(
             as_tokens(ids((1, 40), (3, 10))), SCOPE, label=None, pin=False, parent=root, branch_pos=40
