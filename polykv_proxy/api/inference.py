@@ -192,6 +192,7 @@ class Inference:
             self._advice.notice(asked, work.family, work.scope)
         if asked.pool_id is None and not await self.matching.use_new(work):
             await self.matching.use_longest(work)
+        await self.matching.count_media(work)
         await self._swap(work)
         await work.hold.until(partial(self._runtime.may_begin, lease))
         self.matching.look_again(work)

@@ -19,6 +19,7 @@ from polykv_proxy.core.divergence import (
     Divergence,
     Now,
     Outline,
+    agreement,
     diagnose,
     fell_short,
     is_related,
@@ -26,7 +27,6 @@ from polykv_proxy.core.divergence import (
 )
 from polykv_proxy.core.past import Past
 from polykv_proxy.core.records import RecordBook, RequestState
-from polykv_proxy.core.types import common_prefix
 from polykv_proxy.errors import PolyKVError
 
 if TYPE_CHECKING:
@@ -207,16 +207,19 @@ class Entry:
         found = diagnose(then, now)
         if found is None or found.section is None or found.token_index is not None:
             return found
-        return self._located(found)
+        return self._located(found, cached, continues=lease.continues)
 
-    def _located(self, found: Divergence) -> Divergence:
+    def _located(self, found: Divergence, cached: int, *, continues: bool) -> Divergence:
         """With a token index, where both prompts' tokens are at hand."""
         then = None if self._chosen is None else self._chosen.past.tokens
         if then is None or self._tokens is None or found.expected_text is found.got_text is None:
             return found
+        common = agreement(then, self._tokens, cached if continues else None)
+        if common is None:
+            return found
         return refined(
             found,
-            common=common_prefix(then, self._tokens),
+            common=common,
             then_tokens=len(then),
             expected_text=None,
             got_text=None,

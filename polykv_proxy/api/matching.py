@@ -11,7 +11,7 @@ import structlog
 
 from polykv_proxy.api import asked as asking
 from polykv_proxy.api.hold import done
-from polykv_proxy.api.outline import has_media
+from polykv_proxy.core.media import has_media
 from polykv_proxy.core.types import text_prefix
 from polykv_proxy.errors import EngineGoneError, PolyKVError
 
@@ -122,6 +122,16 @@ class Matching:
             if not (await work.hold.until(done(going)))[0]:
                 break  # 2: it was not to be
         work.plan = plane.pools.match(tokens, work.scope, now_ts=self._runtime.now_ts())  # 3
+
+    async def count_media(self, work: Work) -> None:
+        """Find out where media begin in a prompt: nothing that its slot holds from there on can be a pool's.
+
+        Text alone is not worth the question where the slot goes on with it.
+        """
+        plane = self._runtime.plane
+        sees = plane.facts is not None and plane.facts.media and plane.capability.has_pools
+        if sees and work.family.pooled and has_media(work.asked.body):
+            await self.tokens_of(work)
 
     def may_match(self, family: Family, asked: Asked) -> bool:
         """Whether a request that names no pool may find one."""

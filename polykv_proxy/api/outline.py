@@ -6,7 +6,6 @@ engine is the one to refuse.
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import msgspec
@@ -14,14 +13,11 @@ from xxhash import xxh3_64_intdigest
 
 from polykv_proxy.api.families import Dialect
 from polykv_proxy.core.divergence import Outline, Part, Section
+from polykv_proxy.core.media import has_media
 from polykv_proxy.core.volatile import BILLING_HEADER, BILLING_MARKER
 
 PROMPT_RUN_BYTES = 4096
 """Plain prompts have no parts of their own: they are cut into runs of so many bytes."""
-
-_MEDIA = re.compile(
-    rb'"type"\s*:\s*"(?:image|image_url|input_image|input_audio|audio|video)"|"multimodal_data"\s*:'
-)
 
 _WRAPPING = frozenset({"role", "content", "type", "id", "status"})
 """Members of a message that says nothing but its content."""
@@ -70,16 +66,6 @@ def read(body: bytes, dialect: Dialect) -> Outline:
         for at, raw in enumerate(messages[scene:], scene)
     ]
     return Outline(tuple(parts))
-
-
-def has_media(body: bytes) -> bool:
-    """Whether a body, or a part of one, carries an image or a sound; quotes in its texts are escaped."""
-    return _MEDIA.search(body) is not None
-
-
-def media_parts(body: bytes) -> int:
-    """How many images and sounds a body carries."""
-    return sum(1 for _ in _MEDIA.finditer(body))
 
 
 def prompt_of(body: bytes) -> bytes:

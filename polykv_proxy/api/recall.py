@@ -15,9 +15,18 @@ from polykv_proxy.api import asked as asking
 from polykv_proxy.api import outline as outlines
 from polykv_proxy.api.families import INFERENCE, Dialect
 from polykv_proxy.api.tail import begins_with
-from polykv_proxy.core.divergence import Cause, Divergence, Outline, Part, Section, Then, refined
+from polykv_proxy.core.divergence import (
+    Cause,
+    Divergence,
+    Outline,
+    Part,
+    Section,
+    Then,
+    agreement,
+    refined,
+)
 from polykv_proxy.core.past import Past, PastBook
-from polykv_proxy.core.types import Capability, common_prefix
+from polykv_proxy.core.types import Capability, text_prefix
 from polykv_proxy.errors import PolyKVError
 
 if TYPE_CHECKING:
@@ -157,14 +166,15 @@ class Recall:
     async def _refine(
         self, record: RequestRecord, found: Divergence, past: Past, now: tuple[bytes, Dialect, Tokens | None]
     ) -> None:
-        client = self._runtime.client
         body, dialect, tokens = now
         try:
             before = past.tokens or await self._tokens(past.body, Dialect(past.dialect))
             after = tokens or await self._tokens(body, dialect)
             if before is None or after is None:
                 return
-            common = common_prefix(before, after)
+            common = agreement(before, after, record.cached_tokens if record.continued else None)
+            if common is None:
+                return
             at = common
             if common == len(before) and found.token_index is not None:
                 at = max(common, found.token_index)  # in the answer
@@ -172,13 +182,19 @@ class Recall:
                 found,
                 common=common,
                 then_tokens=len(before),
-                expected_text=await client.text_of(before[at : at + SNIPPET_TOKENS]),
-                got_text=await client.text_of(after[at : at + SNIPPET_TOKENS]),
+                expected_text=await self._text(before, at),
+                got_text=await self._text(after, at),
             )
         except PolyKVError as error:
             log.debug("divergence_not_refined", request_id=record.request_id, reason=error.message)
         finally:
             self.refining -= 1
+
+    async def _text(self, tokens: Tokens, at: int) -> str | None:
+        """What a prompt says from a token on, before the next medium; None: nothing."""
+        words = tokens[at : at + SNIPPET_TOKENS]
+        words = words[: text_prefix(words)]
+        return await self._runtime.client.text_of(words) if words else None
 
     async def _tokens(self, body: bytes | None, dialect: Dialect) -> Tokens | None:
         if body is None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from polykv_proxy.api.outline import media_parts
 from polykv_proxy.core import costs
 from polykv_proxy.core.cells import Need
+from polykv_proxy.core.media import media_parts
 
 if TYPE_CHECKING:
     from polykv_proxy.api.asked import Asked

@@ -212,6 +212,8 @@ class EngineFacts:
     """Names under which it answers, aliases included."""
     partial_match: bool = True
     """Whether a request can ride on a part of a pool. A recurrent state has no parts."""
+    media: bool = False
+    """Whether prompts may have images or sounds in them."""
 
 
 class Capability(StrEnum):

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING
 import structlog
 
 from polykv_proxy.core.catalogue import Kind, Reason
-from polykv_proxy.core.types import MEDIUM, PoolId, common_prefix
+from polykv_proxy.core.media import has_media
+from polykv_proxy.core.types import PoolId, common_prefix
 from polykv_proxy.core.worth import goes_on, pays
 from polykv_proxy.durable.identity import config_of
 from polykv_proxy.durable.savers import Savers
@@ -84,7 +85,7 @@ class SavedSessions:
         session = lease.session
         if session is None or lease.ended:
             return
-        if has_adapters(body):
+        if has_adapters(body) or self._has_media(body):
             session.delivered = None
             return
         session.delivered = lease.lease_id
@@ -97,6 +98,11 @@ class SavedSessions:
         if len(self._configs) > MAX_CONFIGS:
             del self._configs[next(iter(self._configs))]
         session.config = config
+
+    def _has_media(self, body: bytes) -> bool:
+        """Whether there is more than text in a conversation: no tokens would find its state again."""
+        facts = self._plane.facts
+        return facts is not None and facts.media and has_media(body)
 
     async def keep_displaced(self, lease: Lease) -> None:
         """Save what a request displaces from its slots, before it is sent."""
@@ -130,7 +136,6 @@ class SavedSessions:
                 or not slot.idle
                 or not self._has_news(session)
                 or now - slot.last_used < idle_s
-                or _holds_media(slot)
                 or (not last and session.refused == session.delivered and now - session.refused_at < RETRY_S)
             ):
                 continue
@@ -373,11 +378,6 @@ def _is_named(session: Session, key: str) -> bool:
     """Whether a key is of a session's name, or of none where it has none."""
     name = session.name
     return key.startswith("auto/") if name is None else key == name or key.startswith(f"{name}#")
-
-
-def _holds_media(slot: Slot) -> bool:
-    """Whether a slot holds media, as far as the proxy knows: they have no tokens to find the state by."""
-    return slot.tokens is not None and MEDIUM in slot.tokens
 
 
 def _seen(sample: EngineSample, number: SlotId) -> SlotSample | None:

@@ -91,6 +91,7 @@ class EngineClient:
             facts,
             model_tokens=_read(wire.read_model_tokens, models),
             models=_read(wire.read_model_names, models),
+            media=_read(wire.read_media, props),
         )
         identity |= _read(wire.read_model_identity, models)
         return facts, has_pools, identity | _read(wire.read_template_identity, props)
@@ -224,6 +225,9 @@ class EngineClient:
             slot: any slot, also one that works.
             n_tokens: only so many leading tokens; None: all.
             parent: number of a pool; as much as agrees with it stays its own.
+
+        Raises:
+            BadRequestError: there are media among them.
         """
         wanted: dict[str, Any] = {"from_slot": slot}
         if n_tokens is not None:
@@ -231,7 +235,10 @@ class EngineClient:
         if parent is not None:
             wanted["parent"] = parent
         path = f"/polykv/engine/pools/{number}?action=snapshot"
-        answer = await self._call("POST", path, msgspec.json.encode(wanted), STEP_TIMEOUT_S)
+        status, answer = await self._raw("POST", path, msgspec.json.encode(wanted), STEP_TIMEOUT_S)
+        if status == 501:
+            raise BadRequestError(wire.read_error(answer, status), code="engine_refused")
+        self._check(status, answer)
         return _read(patched.read_snapshot, answer)
 
     async def save_pool(self, number: PoolNumber, filename: str) -> wire.SlotFile:

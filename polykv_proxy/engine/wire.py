@@ -35,6 +35,7 @@ class _Props(msgspec.Struct):
     model_path: str = ""
     chat_template: str = ""
     default_generation_settings: dict[str, Any] = {}
+    modalities: dict[str, bool] = {}
 
 
 class _Model(msgspec.Struct):
@@ -160,6 +161,11 @@ def read_model_names(body: bytes) -> tuple[str, ...]:
     """``GET /v1/models``: every name of every model, in order, none twice."""
     names = [name for model in _models.decode(body).data for name in (model.id, *model.aliases)]
     return tuple(dict.fromkeys(name for name in names if name))
+
+
+def read_media(body: bytes) -> bool:
+    """``GET /props``: whether the engine takes anything but text."""
+    return any(_props.decode(body).modalities.values())
 
 
 def read_model_tokens(body: bytes) -> int | None:

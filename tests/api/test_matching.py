@@ -418,6 +418,26 @@ async def test_pools_of_messages_and_sessions_end_before_a_picture(rig):
     assert (refused.status, refused.error["param"]) == (400, "from_session")
 
 
+@pytest.mark.parametrize("sees_them", [True, False])
+async def test_media_of_a_later_turn_are_counted(rig, sees_them):
+    """POOL-19: text that goes on in its slot is not asked about, nor an engine that takes no media."""
+    rig.down()
+    rig.engine.props["modalities"] = {"vision": sees_them}
+    await rig.up()
+    await rig.ask(CHAT, chat("one", session_id="me"))
+    counted = len(rig.engine.of(f"{CHAT}/input_tokens"))
+    await rig.ask(CHAT, chat("one", "two", session_id="me"))
+    assert len(rig.engine.of(f"{CHAT}/input_tokens")) == counted
+    body = chat("one", "two", "three", "", session_id="me")
+    body["messages"][-1]["content"] = [PICTURE]
+    sees(rig, 70)
+    await rig.ask(CHAT, body)
+    assert len(rig.engine.of(f"{CHAT}/input_tokens")) == counted + sees_them
+    if sees_them:
+        made = await rig.ask("/polykv/pools", {"from_session": "me"})
+        assert made.json["prefix_len"] == 70
+
+
 # -- what a refusal leaves -----------------------------------------------------------------------------------
 
 

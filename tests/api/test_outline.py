@@ -147,26 +147,3 @@ def test_an_answer_as_it_comes_back():
     }
     part = read({"input": [item]}, Dialect.RESPONSES).parts[0]
     assert (part.text, part.verbatim) == ("Hello", True)
-
-
-def test_media_are_counted_once_each():
-    """Though a part names its kind twice."""
-    part = {"type": "image_url", "image_url": {"url": "data:,"}}
-    assert (
-        outline.media_parts(json.dumps({"content": [part, {"type": "text", "text": "x"}, part]}).encode())
-        == 2
-    )
-
-
-def test_media_in_a_body_are_seen():
-    """Of whatever API; a text that speaks of them is none."""
-    for part in (
-        {"type": "image_url", "image_url": {"url": "data:,"}},
-        {"type": "input_image", "image_url": "data:,"},
-        {"type": "image", "source": {}},
-        {"type": "input_audio", "input_audio": {}},
-    ):
-        assert outline.has_media(json.dumps({"messages": [{"role": "user", "content": [part]}]}).encode())
-    assert outline.has_media(b'{"prompt": {"prompt_string": "<__media__>", "multimodal_data": ["x"]}}')
-    text = json.dumps({"content": '{"type": "image"} and "multimodal_data": 1'})
-    assert not outline.has_media(json.dumps({"messages": [text]}).encode())

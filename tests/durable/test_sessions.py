@@ -10,7 +10,7 @@ from api.rig import CHAT, chat, until
 from polykv_proxy.core.catalogue import Kind, Reason, Retention
 from polykv_proxy.core.cells import need_of_pool
 from polykv_proxy.core.slots import Ask, Content
-from polykv_proxy.core.types import MEDIUM, Scope, SlotId, as_tokens
+from polykv_proxy.core.types import Scope, SlotId
 from polykv_proxy.durable.sessions import RETRY_S
 from polykv_proxy.durable.shelf import Label
 from polykv_proxy.engine.wire import SlotFile
@@ -608,14 +608,29 @@ async def test_what_cannot_be_saved_is_not_written_out_again_and_again(proxies):
 
 
 async def test_media_are_not_written_at_all(proxies):
-    """Where the proxy knows that there are some."""
-    rig = await proxies(idle_save_s=1000.0)
-    await turn(rig, "a", "y" * 300)
+    """Neither when they are idle, nor displaced, nor closed, nor at the end; nothing is wrong with that."""
+
+    def sees(engine):
+        engine.props["modalities"] = {"vision": True}
+
+    rig = await proxies(slots=2, idle_save_s=1000.0, prepare=sees)
+    picture = [{"type": "image_url", "image_url": {"url": "data:,"}}]
+    for name in ("a", "b"):
+        await turn(rig, name, "y" * 300)
+        await rig.durable.sessions.keep_idle(0.0)
+    assert keys(rig) == ["a", "b"]
     before = len(rig.engine.moved("save"))
-    rig.runtime.plane.board.slots[0].tokens = as_tokens([1, 2, MEDIUM])
+    for name in ("a", "b"):
+        await turn(rig, name, "y" * 300, picture)
     await rig.durable.sessions.keep_idle(0.0)
-    await rig.durable.drain()
+    await turn(rig, "c", "y" * 300)
     assert len(rig.engine.moved("save")) == before
+    await rig.ask("/polykv/sessions/c/close", {})
+    await rig.ask("/polykv/sessions/b/close", {"keep": True})
+    await rig.durable.drain()
+    saved = rig.engine.moved("save")[before:]
+    assert len(saved) == ("c" in keys(rig))
+    assert rig.durable.shelf.last_error is None
 
 
 async def test_who_is_closed_while_he_is_saved_is_forgotten(proxies):

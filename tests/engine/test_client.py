@@ -89,6 +89,16 @@ async def test_every_status_has_its_error(engine, client, status, kind, code):
     assert caught.value.code == code
 
 
+async def test_a_slot_with_media_cannot_be_a_pool(engine, client):
+    """That is the caller's mistake, and no failure of the engine."""
+    engine.status, engine.body = 501, b'{"error":{"message":"a pool holds text only"}}'
+    with pytest.raises(BadRequestError, match="text only"):
+        await client.snapshot(PoolNumber(0), SlotId(0), None, None)
+    engine.status = 404
+    with pytest.raises(NotFoundError):
+        await client.snapshot(PoolNumber(0), SlotId(0), None, None)
+
+
 @pytest.mark.parametrize(
     "body", [b"", b"nonsense", b"[]", b"null", b'{"tokens":[99999999999]}', b'{"n_cells_freed":"x"}']
 )

@@ -17,6 +17,14 @@ def test_props_of_a_stock_engine_give_an_upper_bound():
     assert wire.read_props(b"{}")[0].cells == 0
 
 
+def test_props_tell_whether_anything_but_text_is_taken():
+    """Of whatever kind; an engine that does not say takes text."""
+    assert not wire.read_media(reply("props"))
+    assert not wire.read_media(b"{}")
+    for kind in ("vision", "video", "audio"):
+        assert wire.read_media(b'{"modalities":{"vision":false,"%s":true}}' % kind.encode())
+
+
 def test_the_template_is_part_of_the_identity():
     """So is the file."""
     identity = wire.read_template_identity(reply("props"))
