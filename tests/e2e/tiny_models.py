@@ -121,17 +121,29 @@ def llama(path: Path, vocabulary_of: Path, *, context: int = 2048) -> None:
     Its weights are large, so that attention is picky and every token of a prompt shows in the answer, and in
     single precision, so that what is computed twice is the same.
     """
+    writer = _plain_attention(path, "llama", vocabulary_of, context)
+    writer.add_rope_dimension_count(16)
+    _close(writer)
+
+
+def qwen2vl(path: Path, vocabulary_of: Path, *, context: int = 2048) -> None:
+    """Qwen 2 VL: like ``llama``, but a position has several numbers: an image takes fewer than its tokens."""
+    writer = _plain_attention(path, "qwen2vl", vocabulary_of, context)
+    writer.add_rope_dimension_sections([2, 3, 3, 0])
+    _close(writer)
+
+
+def _plain_attention(path: Path, architecture: str, vocabulary_of: Path, context: int) -> GGUFWriter:
     dice = np.random.default_rng(7)  # of its own: the same model whatever was written before
 
     def wide(*shape: int) -> Any:
         return (dice.standard_normal(shape) * 0.3).astype(np.float32)
 
-    writer = _writer(path, "llama", vocabulary_of, wide(VOCAB, EMBD) / 6, context)
+    writer = _writer(path, architecture, vocabulary_of, wide(VOCAB, EMBD) / 6, context)
     writer.add_vocab_size(VOCAB)
     writer.add_feed_forward_length(128)
     writer.add_head_count(4)
     writer.add_head_count_kv(2)
-    writer.add_rope_dimension_count(16)
     for layer in range(LAYERS):
         name = f"blk.{layer}"
         writer.add_tensor(f"{name}.attn_norm.weight", _ones(EMBD))
@@ -143,4 +155,4 @@ def llama(path: Path, vocabulary_of: Path, *, context: int = 2048) -> None:
         writer.add_tensor(f"{name}.ffn_gate.weight", wide(128, EMBD))
         writer.add_tensor(f"{name}.ffn_up.weight", wide(128, EMBD))
         writer.add_tensor(f"{name}.ffn_down.weight", wide(EMBD, 128))
-    _close(writer)
+    return writer
