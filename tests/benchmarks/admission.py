@@ -5,8 +5,8 @@ limit found by search with hindsight on the same traces, and the gate. Then what
 
 Refusals are judged by running the trace again with that session let in. "wrong": the floor would have been
 kept in 99 % of the session-seconds of its stay. "clearly": with 2 % of the floor to spare. Where one session
-more changes the rate by less than chance does, even the best static limit refuses many wrongly in the first
-sense; its own share is in the table beside ours.
+more changes the rate by less than chance does, whoever keeps the floor refuses many wrongly in the first
+sense: the static limits beside the best one show what each session more costs the floor, and what it saves.
 """
 
 from __future__ import annotations
@@ -83,7 +83,18 @@ def compare(profile: Profile, load: Load, seeds: range, judge: int) -> dict[str,
         "sustainable": profile.sustainable,
         "best_static": limit,
         "rows": rows,
+        "frontier": frontier(profile, load, seeds, judge, limit) if judge else {},
     }
+
+
+def frontier(profile: Profile, load: Load, seeds: range, judge: int, best: int) -> dict[str, object]:
+    """Static limits about the best one: what keeps the floor, and what refuses nobody wrongly."""
+    step = max(1, profile.sustainable // 70)
+    rows = {}
+    for limit in range(max(1, best - 2 * step), best + 4 * step, step):
+        outcomes = {seed: simulate(profile, load, Static(limit), seed) for seed in seeds}
+        rows[f"static {limit}"] = shares(profile, load, outcomes, judge)
+    return rows
 
 
 def noise(profile: Profile, load: Load, seeds: range) -> list[dict[str, float]]:
@@ -138,7 +149,7 @@ def table(name: str, found: dict) -> str:
         f"{name}: floor {found['floor_tps']:g} tps, {found['sustainable']} can have it",
         f"{'':12}" + "".join(f"{head:>11}" for head in heads),
     ]
-    for limiter, row in found["rows"].items():
+    for limiter, row in [*found["rows"].items(), *found["frontier"].items()]:
         cells = [percent(row["kept_share"]), percent(row["goodput_tokens"] / best)]
         cells += [str(row[key]) for key in ("admitted", "refused", "most_inside")]
         cells += [percent(row.get(key)) for key in ("wrong_share", "clearly_wrong_share")]

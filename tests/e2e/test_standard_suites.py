@@ -59,8 +59,9 @@ class TestChatPolyKV(ChatModelIntegrationTests):
             "base_url": self.base_url,
             "max_tokens": 200,
             "temperature": 0,
-            # a model of this size repeats itself for ever otherwise
+            # a model of this size repeats itself for ever otherwise, and seldom ends a string by itself
             "model_kwargs": {"dry_multiplier": 0.8, "dry_allowed_length": 4, "dry_penalty_last_n": 40},
+            "extra_body": {"logit_bias": [[ending, 8.0] for ending in ('"', '",', '"}', '."', '.",')]},
         }
     )
     supports_json_mode = property(lambda self: True)
