@@ -158,6 +158,10 @@ class PoolSettings(_Section):
     """Seconds that a pool which came by itself stays after its last use before it may make room, and that one
     which was released while in use stays after its last holder left."""
 
+    retry_hold_s: Seconds = 30.0
+    """Seconds that what a client left unfinished stays in its slot for the client's retry: others make room
+    first. 0: like any other."""
+
     orphan_ttl_s: PositiveSeconds | None = None
     """Seconds after which a pinned pool is released that no session and no child uses. Unset: never."""
 

@@ -152,6 +152,8 @@ class PoolPolicy:
     grace_s: float = 60.0
     """Seconds that a pool which came by itself stays after its last use before it may make room, and that one
     which was released while in use stays after its last holder left."""
+    retry_hold_s: float = 30.0
+    """Seconds that what a client left unfinished is kept for its retry, unless nothing else can be taken."""
     orphan_ttl_s: float | None = None
     """Seconds after which a pin that nobody uses is given up, and its pool released; None: never."""
     mask_billing_header: bool = False

@@ -46,17 +46,25 @@ class Leases:
         max_waiting: requests that may wait at once.
         prefix: of the ids of sessions that nobody named.
         on_computed: called when a request is over that computed a pool, before its slots are free.
+        retry_hold_s: seconds that what a client left is kept for its retry, unless it is needed.
 
     Attributes:
         serving: whether requests can be sent now.
     """
 
     def __init__(
-        self, cells: Cells, *, max_waiting: int, prefix: str, on_computed: Callable[[], None]
+        self,
+        cells: Cells,
+        *,
+        max_waiting: int,
+        prefix: str,
+        on_computed: Callable[[], None],
+        retry_hold_s: float,
     ) -> None:
         self._cells = cells
         self._max_waiting = max_waiting
         self._on_computed = on_computed
+        self._retry_hold_s = retry_hold_s
         self.board = SlotBoard(0)
         self.sessions = SessionBook(prefix)
         self.serving = False
@@ -244,9 +252,9 @@ class Leases:
 
     def on_slots_idle(self, lease: Lease, now: float, content: Content) -> list[Command]:
         """The engine is seen to be done with an abandoned request."""
-        return self._free(lease, now, content)
+        return self._free(lease, now, content, keep_s=self._retry_hold_s)
 
-    def _free(self, lease: Lease, now: float, content: Content) -> list[Command]:
+    def _free(self, lease: Lease, now: float, content: Content, *, keep_s: float = 0.0) -> list[Command]:
         if self._running.pop(lease.lease_id, None) is None:
             return []  # the engine it ran on is gone
         if self._cells.computes(lease):
@@ -254,7 +262,7 @@ class Leases:
         self._cells.over(lease, kept=content is not Content.NOTHING, untouched=content is Content.OLD)
         came_back = [key for key, ticket in self._waiting.items() if self.board.awaits(ticket.ask)]
         for index, number in enumerate(lease.slots):
-            self.board.free(number, now, content if index == 0 else Content.NOTHING)
+            self.board.free(number, now, content if index == 0 else Content.NOTHING, keep_s=keep_s)
         for key in came_back:
             if self.board.held_links(self._waiting[key].ask):
                 self._waiting.move_to_end(key, last=False)  # whose client left it, and waits for it

@@ -56,6 +56,7 @@ class ControlPlane:
             max_waiting=max_waiting,
             prefix=f"auto-{number}-" if number else "auto-",
             on_computed=lambda: self._keep_pools(0.0),
+            retry_hold_s=self._policy.retry_hold_s,
         )
         self.experience = Experience()
 

@@ -7,12 +7,14 @@ Rule 4: a request whose client comes again while the engine still stops the one 
 slot: what was computed there is its own.
 Rule 5: content is compared within a scope only, and decides speed, never correctness: the engine compares
 tokens itself before it reuses anything.
+Rule 6: what a client left is there for a while for its retry; who needs a slot takes any other first.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from itertools import takewhile
 from typing import TYPE_CHECKING, TypeAlias
 
 from polykv_proxy.core.types import SlotId, SlotState, common_prefix, text_prefix
@@ -56,6 +58,7 @@ class Slot:
     tokens: Tokens | None = None
     """Leading tokens that it holds or is computing, as far as the proxy knows them."""
     last_used: float = 0.0
+    """Monotonic seconds; still to come where it is kept for a client that left it and may ask again."""
     left_by: LeaseId | None = None
     """The lease that left what it holds."""
     confirmed: bool = False
@@ -221,13 +224,13 @@ class SlotBoard:
         """The client of the request in a slot left; it is free once the engine is done."""
         self._leaving.add(number)
 
-    def free(self, number: SlotId, now: float, content: Content) -> None:
-        """The engine is done with a slot."""
+    def free(self, number: SlotId, now: float, content: Content, *, keep_s: float = 0.0) -> None:
+        """The engine is done with a slot; for so many seconds it counts as just used (rule 6)."""
         self._leaving.discard(number)
         slot = self.slots[number]
         if content is Content.NEW:
             slot.left_by, slot.confirmed = slot.lease, False
-        slot.lease, slot.last_used = None, now
+        slot.lease, slot.last_used = None, now + keep_s
         if content is not Content.NEW:
             self.forget(number)
         if content is Content.OLD:
@@ -236,8 +239,7 @@ class SlotBoard:
                 session.slot, session.taken = number, False
                 self._hold(slot, session, chain)
         slot.before = (None, ())
-        self._empty.pop(number, None)
-        (self._held if slot.chain else self._empty)[number] = None
+        self._rest(number)
 
     def oldest(self) -> SlotId | None:
         """The idle slot with something in it that was unused for the longest time."""
@@ -255,13 +257,22 @@ class SlotBoard:
 
     def let_go(self, number: SlotId) -> None:
         """Give a slot back after ``hold``, as it was; it counts as used no later than before."""
+        self.slots[number].lease = None
+        self._rest(number)
+
+    def _rest(self, number: SlotId) -> None:
+        """An idle slot takes its place among those that hold something, or nothing."""
         slot = self.slots[number]
-        slot.lease = None
+        self._empty.pop(number, None)
         if not slot.chain:
             self._empty[number] = None
             return
-        self._held[number] = None
-        self._held = dict.fromkeys(sorted(self._held, key=lambda each: self.slots[each].last_used))
+        later = list(
+            takewhile(lambda each: self.slots[each].last_used > slot.last_used, reversed(self._held))
+        )
+        for each in (number, *reversed(later)):
+            self._held.pop(each, None)
+            self._held[each] = None
 
     def move(self, source: SlotId, target: SlotId, now: float) -> LeaseId | None:
         """A lease's request turned out to run in another slot: what it brought moves there.

@@ -379,6 +379,19 @@ def test_a_retry_waits_for_its_slot_and_goes_on_there():
     assert (lease.slots, lease.continues, lease.session) == (first.slots, True, first.session)
 
 
+def test_what_a_client_left_outlives_what_was_used_later():
+    """Until the time for a retry is over, others make room first (ADM-11)."""
+    plane = serving(slots=2)
+    gone = left(plane, 1, 2)
+    finish(plane, admitted(plane, 5, 6, name="other"))
+    plane.leases.on_slots_idle(gone, 3.0, Content.NEW)
+    assert plane.leases.board.oldest() != gone.slots[0]
+    newcomer = admitted(plane, 7, 8, name="newcomer")
+    assert newcomer.slots != gone.slots
+    again = admitted(plane, 1, 2)
+    assert (again.slots, again.continues) == (gone.slots, True)
+
+
 def test_a_retry_that_waits_is_in_nobodys_way():
     """Others, in line before and behind it, get the slots that are idle."""
     plane = serving(slots=2)

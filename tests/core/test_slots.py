@@ -344,8 +344,38 @@ def test_a_move_into_a_held_slot_leaves_its_former_session_where_that_runs_now()
     assert me.slot == now_in
 
 
+def test_what_a_client_left_is_kept_for_its_retry():
+    """Others that were used later go first while it is kept, and it goes when nothing else is left."""
+    board = SlotBoard(3)
+    for number, name in enumerate("abc"):
+        placement = board.place(ask(number, 9, name=name))
+        board.take(placement, LeaseId(1 + number), session(name), ask(number, 9, name=name))
+    board.free(SlotId(0), 1.0, Content.NEW, keep_s=30.0)
+    board.free(SlotId(1), 5.0, Content.NEW)
+    board.free(SlotId(2), 8.0, Content.NEW)
+    board.hold(SlotId(1), LeaseId(9))
+    board.let_go(SlotId(1))
+    assert list(board._held) == [1, 2, 0]
+    assert board.place(ask(0, 9, name="a")) == Placement((0,), continues=True)
+    for number, name in enumerate("de"):
+        assert begun(board, ask(7, number, name=name), session(name), lease=11 + number) == 1 + number
+    assert begun(board, ask(7, 8, name="f"), session("f"), lease=13) == 0
+
+
+def test_what_was_used_after_it_was_kept_goes_later():
+    """The time for a retry is over: it is as old as that."""
+    board = SlotBoard(2)
+    begun(board, ask(1, 9), session("a"), lease=1)
+    begun(board, ask(2, 9, name="b"), session("b"), lease=2)
+    board.free(SlotId(0), 1.0, Content.NEW, keep_s=30.0)
+    board.free(SlotId(1), 40.0, Content.NEW)
+    assert board.oldest() == 0
+
+
 def check_books(board):
     """Each slot is in one place, the index knows what each holds, and sessions are where they think."""
+    used = [board.slots[number].last_used for number in board._held]
+    assert used == sorted(used)
     for slot in board:
         places = (slot.slot in board._empty, slot.slot in board._held, slot.lease is not None)
         assert sum(places) == 1
@@ -395,7 +425,8 @@ def test_the_books_agree_whatever_happens(data):
                     running[lease] = placement.slots[0]
             case "end" if running:
                 lease = data.draw(st.sampled_from(sorted(running)))
-                board.free(running.pop(lease), now, data.draw(st.sampled_from(list(Content))))
+                kept = data.draw(st.sampled_from([0.0, 3.0, 10.0]))
+                board.free(running.pop(lease), now, data.draw(st.sampled_from(list(Content))), keep_s=kept)
             case "hold":
                 number, lease = SlotId(data.draw(st.integers(0, 2))), LeaseId(next(leases))
                 free = number not in running.values() and number not in held.values()
