@@ -67,11 +67,13 @@ class Session:
     saved: LeaseId | None = None
     """The one that the state on disk is of."""
     refused: LeaseId | None = None
-    """The one that could not be saved."""
+    """The one that was not saved when it could have been."""
     refused_at: float = 0.0
     """When that was."""
     saved_as: str | None = None
     """The key of that state."""
+    kept: tuple[str, int] | None = None
+    """The file of a state, and how many leading tokens of it the slot still has; None: nobody knows."""
     config: dict[str, str] = field(default_factory=dict)
     """Digests of what decides how its turns become tokens."""
 

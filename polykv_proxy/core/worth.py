@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+ENOUGH_SHARE = 0.95
+"""Of a conversation: where so much of it is on disk, the rest is computed as soon as all is written anew."""
+
 LARGEST_REST = 8
 """Tokens that are read for nothing to each token that need not be computed, at most."""
 
@@ -41,3 +44,16 @@ def pays(  # noqa: PLR0913 - all that counts
 def goes_on(matched: int, saved: int) -> bool:
     """Whether so many common tokens make it that conversation, not one that began alike: half of it."""
     return 2 * matched > saved
+
+
+def is_kept(kept: int, held: int) -> bool:
+    """Whether a state on disk has so much of what a slot holds that it need not be written again.
+
+    Each file has all of a conversation: written anew on each turn, a long one would be written a thousand
+    times. Like this its files grow by a twentieth each, and are about twenty times the last, all together.
+
+    Args:
+        kept: leading tokens that both have.
+        held: tokens of the slot.
+    """
+    return kept >= ENOUGH_SHARE * held

@@ -9,6 +9,8 @@ Rule 3: a state is restored only if that spares more than what pools hold anyway
 it; one that did not help goes.
 Rule 4: what a session saves takes the place of the state that it went on from, and of no other: who only
 begins like a state, or has another name, leaves it alone.
+Rule 5: a save makes the engine stand still for all who are answered. It is left out where nearly all of what
+the slot holds is on disk already, unless it was asked for or there is no other time.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import structlog
 from polykv_proxy.core.catalogue import Kind, Reason
 from polykv_proxy.core.media import has_media
 from polykv_proxy.core.types import PoolId, common_prefix
-from polykv_proxy.core.worth import goes_on, pays
+from polykv_proxy.core.worth import goes_on, is_kept, pays
 from polykv_proxy.durable.identity import config_of
 from polykv_proxy.durable.savers import Savers
 from polykv_proxy.durable.shelf import Label
@@ -48,7 +50,7 @@ MAX_CONFIGS = 256
 """Configurations whose digests are remembered."""
 
 RETRY_S = 300.0
-"""Seconds after which an idle conversation that could not be saved is tried again."""
+"""Seconds after which an idle conversation that was not saved is looked at again."""
 
 ROOM_TOKENS = 16
 """A slot that runs may take so many cells while a state is restored."""
@@ -88,6 +90,8 @@ class SavedSessions:
         if has_adapters(body) or self._has_media(body):
             session.delivered = None
             return
+        if lease.restored is None and not (lease.continues and session.delivered == lease.before):
+            session.kept = None  # nobody knows what it went on from
         session.delivered = lease.lease_id
         chain = self._plane.board.slots[lease.slots[0]].chain
         key = (chain[0] if chain else 0, self._template)
@@ -126,7 +130,7 @@ class SavedSessions:
 
         Args:
             idle_s: seconds.
-            last: whether there is no other time: also those that could not be saved a moment ago.
+            last: whether there is no other time: also those that were not saved a moment ago.
         """
         now = monotonic()
         for slot in list(self._plane.board):
@@ -143,20 +147,20 @@ class SavedSessions:
             if lease is None:
                 continue
             try:
-                await self._to_the_end(self._save(slot, session))
+                await self._to_the_end(self._save(slot, session, whole=last))
             finally:
                 if not lease.ended:
                     self._runtime.returned(lease)
 
-    async def _save(self, slot: Slot, session: Session) -> None:
+    async def _save(self, slot: Slot, session: Session, *, whole: bool = False) -> None:
         """``_save_now``, one at a time: who waited finds what the one before saved."""
         if not self._has_news(session):
             return  # nothing to wait for
         async with self._one:
-            await self._save_now(slot, session)
+            await self._save_now(slot, session, whole=whole)
 
-    async def _save_now(self, slot: Slot, session: Session) -> None:
-        """Save a session from its slot, if there is more in it than on disk, and enough."""
+    async def _save_now(self, slot: Slot, session: Session, *, whole: bool) -> None:
+        """Save a session from its slot, if there is more in it than on disk, and enough (rule 5)."""
         shelf = self._shelf
         if not shelf.on or not self._has_news(session):
             return
@@ -166,6 +170,9 @@ class SavedSessions:
         if held is None or held.tag != delivered or held.tokens - held.shared_tokens < self._min_tokens:
             return  # what it has of its own is computed as soon as read
         label = self._label(session)
+        if not whole and is_kept(self._kept(session, label), held.tokens):
+            session.refused, session.refused_at = delivered, monotonic()
+            return
 
         async def write(name: str) -> SlotFile:
             written = await self._runtime.client.save_slot(slot.slot, name)
@@ -180,10 +187,17 @@ class SavedSessions:
         others = None if session.saved_as is not None else partial(self._savers.is_anothers, session)
         entry = await shelf.save(label, held.tokens, write, others)
         if entry is not None:
-            session.saved = delivered
+            session.saved, session.kept = delivered, (entry.state.file, len(entry.tokens))
             self._savers.save_as(session, entry.state.key)
         else:
             session.refused, session.refused_at = delivered, monotonic()
+
+    def _kept(self, session: Session, label: Label) -> int:
+        """Leading tokens of what a session's slot holds that are on disk, as far as is known."""
+        entry = self._shelf.saved(label)
+        if entry is None or session.kept is None or session.kept[0] != entry.state.file:
+            return 0
+        return session.kept[1]
 
     def _has_news(self, session: Session) -> bool:
         """Whether a whole answer left more of it in its last slot than is on disk."""
@@ -250,10 +264,11 @@ class SavedSessions:
     def _left_there(self, number: SlotId, tokens: Tokens) -> int:
         """Leading tokens of a prompt that its slot holds of the conversation before, as far as is known."""
         session = self._plane.board.slots[number].before[0]
-        if session is None or session.saved_as is None or session.saved != session.delivered:
+        if session is None or session.delivered not in (session.saved, session.refused):
             return 0
-        entry = self._shelf.saved(self._label(session))
-        return 0 if entry is None else common_prefix(entry.tokens, tokens)
+        label = self._label(session)
+        entry = self._shelf.saved(label)
+        return 0 if entry is None else min(common_prefix(entry.tokens, tokens), self._kept(session, label))
 
     async def _restore(self, lease: Lease, session: Session, entry: Entry, matched: int) -> None:
         slot, runtime = lease.slots[0], self._runtime
@@ -273,7 +288,7 @@ class SavedSessions:
             self._shelf.failed("restore", f"{moved.n_tokens} of {len(entry.tokens)} tokens came back")
             return
         lease.restored, lease.restored_tokens = entry, matched
-        key = entry.state.key
+        key, session.kept = entry.state.key, (entry.state.file, matched)
         if self._goes_on_from(session, entry, matched) and not self._savers.is_anothers(session, key):
             self._savers.save_as(session, key)
         log.info("kv_restored", session_id=session.session_id, key=entry.state.key, slot=slot, tokens=matched)
@@ -291,6 +306,9 @@ class SavedSessions:
 
     async def on_answer(self, lease: Lease, cached_tokens: int | None) -> None:
         """What an answer reused proves the state that its slot was filled from, or not (rule 3)."""
+        session = lease.session
+        if session is not None and session.kept is not None:
+            session.kept = (session.kept[0], min(session.kept[1], cached_tokens or 0))
         entry, lease.restored = lease.restored, None
         if entry is None or cached_tokens is None:
             return
@@ -329,7 +347,7 @@ class SavedSessions:
             lease = self._runtime.borrow(slot.slot)
             if lease is not None:
                 try:
-                    await self._to_the_end(self._save(slot, session))
+                    await self._to_the_end(self._save(slot, session, whole=True))
                 finally:
                     if not lease.ended:
                         self._runtime.returned(lease)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from polykv_proxy.core.worth import goes_on, pays
+from polykv_proxy.core.worth import goes_on, is_kept, pays
 
 
 @pytest.mark.parametrize(
@@ -28,3 +28,19 @@ def test_who_has_half_of_a_state_in_common_goes_on_from_it():
     """Less is another conversation that began alike."""
     assert goes_on(51, 100)
     assert not goes_on(50, 100)
+
+
+def test_what_is_nearly_all_on_disk_is_not_written_again():
+    """A twentieth may be missing: so much is computed quickly."""
+    assert is_kept(950, 1000)
+    assert not is_kept(949, 1000)
+    assert is_kept(2000, 1000)
+
+
+def test_what_a_growing_conversation_writes_is_bounded():
+    """Twenty times its last file and the first one, in however many turns it grew."""
+    kept = written = 0
+    for held in range(100, 50_000, 7):
+        if not is_kept(kept, held):
+            kept, written = held, written + held
+    assert written < 20 * 50_000 + 100

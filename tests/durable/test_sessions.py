@@ -94,6 +94,77 @@ async def test_the_idle_are_saved_once(proxies):
     assert rig.idle == 1
 
 
+LONG = "y" * 700
+"""Of a conversation of which a short turn is less than a twentieth."""
+
+
+@pytest.mark.parametrize("how", ["idle", "displaced", "emptied"])
+async def test_what_is_nearly_all_on_disk_is_not_written_again(proxies, how):
+    """The next turn computes the rest; who drains or asks for it has it whole."""
+    rig = await proxies(idle_save_s=1000.0)
+    await turn(rig, "a", LONG)
+    await rig.durable.sessions.keep_idle(0.0)
+    (entry,) = rig.durable.shelf.catalogue
+    assert await turn(rig, "a", LONG, "next") > 0
+    before = len(rig.engine.moved("save"))
+    if how == "idle":
+        for _ in range(3):
+            await rig.durable.sessions.keep_idle(0.0)
+        assert len(rig.engine.moved("save")) == before
+        await rig.durable.drain()
+        assert len(rig.engine.moved("save")) == before + 1
+        (whole,) = rig.durable.shelf.catalogue
+        assert len(whole.tokens) > len(entry.tokens)
+        return
+    if how == "emptied":
+        assert await rig.runtime.empty_oldest()
+    else:
+        await turn(rig, "b", "first")
+    assert len(rig.engine.moved("save")) == before
+    assert rig.durable.shelf.metrics.saves["failed"] == 0
+    assert await turn(rig, "a", LONG, "next", "last") == prompt_of(rig, "a", LONG)
+    assert entry in list(rig.durable.shelf.catalogue)
+    await rig.durable.sessions.keep_idle(0.0)  # still only a bit more than was restored
+    assert entry in list(rig.durable.shelf.catalogue)
+    closed = (await rig.ask("/polykv/sessions/a/close?keep=1", {})).json
+    assert closed["kept"] is True
+    (mine,) = rig.durable.shelf.catalogue.under("a", None)
+    assert len(mine.tokens) > len(entry.tokens)
+
+
+@pytest.mark.parametrize("what", ["edited", "cut", "unknown", "left", "configured", "deleted"])
+async def test_what_is_not_known_to_be_on_disk_is_written(proxies, what):
+    """The history was edited, its reuse is unknown, a turn failed between, another configuration."""
+    rig = await proxies(idle_save_s=1000.0)
+    await turn(rig, "a", LONG)
+    await rig.durable.sessions.keep_idle(0.0)
+    (entry,) = rig.durable.shelf.catalogue
+    more = {}
+    said = [LONG, "next"]
+    if what == "edited":
+        said = [LONG[:200] + "z" + LONG[:500], "next"]
+    elif what == "unknown":
+        on_answer = rig.durable.on_answer
+        rig.runtime.saver.on_answer = lambda lease, _: on_answer(lease, None)
+    elif what == "left":
+        rig.engine.script.fault = "die_mid_stream"
+        await rig.ask(CHAT, chat("a", LONG[:200] + "z", session_id="a", stream=True))
+        rig.engine.script.fault = None
+        await rig.quiet()
+    elif what == "configured":
+        more = {"chat_template_kwargs": {"thinking": False}}
+    elif what == "deleted":
+        assert (await rig.ask("/polykv/cache/a", method="DELETE")).status == 200
+    elif what == "cut":
+        said = [LONG[:400]]
+    await turn(rig, "a", *said, **more)
+    before = len(rig.engine.moved("save"))
+    await rig.durable.sessions.keep_idle(0.0)
+    kept = what == "cut"  # all of it is there, and more
+    assert len(rig.engine.moved("save")) == before + (not kept)
+    assert (entry in list(rig.durable.shelf.catalogue)) == (what in ("cut", "configured"))
+
+
 async def test_a_drain_saves_everybody(proxies):
     """For the next proxy, which has other ids for those without a name."""
     rig = await proxies(slots=2, idle_save_s=1000.0)
@@ -713,7 +784,7 @@ async def test_who_does_not_go_on_from_what_is_being_saved_does_not_wait_for_it(
     await turn(rig, "a", "y" * 300)
     await turn(rig, "c", "first")
     await rig.durable.sessions.keep_idle(0.0)
-    await turn(rig, "a", "y" * 300, "more")
+    await turn(rig, "a", "y" * 300, "more" * 9)
     held = rig.engine.slow["/slots/0"] = asyncio.Event()
     keeping = asyncio.create_task(rig.durable.sessions.keep_idle(0.0))
     await until(rig.durable.shelf.saving.locked)
