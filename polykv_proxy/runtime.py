@@ -51,8 +51,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
     from typing import Any
 
-    from polykv_proxy.core.ledger import Key
     from polykv_proxy.core.plane import ControlPlane
+    from polykv_proxy.core.residents import Key
     from polykv_proxy.core.types import LeaseId
     from polykv_proxy.edge.tasks import TaskSet
     from polykv_proxy.engine.backend import Backend

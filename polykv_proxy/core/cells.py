@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from polykv_proxy.core.decisions import Command, Lease
-    from polykv_proxy.core.ledger import Key
     from polykv_proxy.core.pools import PrefixPool
+    from polykv_proxy.core.residents import Key
     from polykv_proxy.core.slots import Ask, Placement, SlotBoard
     from polykv_proxy.core.tree import PoolTree
     from polykv_proxy.core.types import (
@@ -180,11 +180,11 @@ class Cells:
         need, cost, had, replaces = ask.need, self._cost(ask.need), 0, None
         first: Key = ("slot", lease.slots[0])
         if lease.continues:
-            had = self.ledger.cells_of(first)
+            had = self.ledger.residents.cells_of(first)
             replaces = first
         self.ledger.reserve(lease.lease_id, cost, uses=_line(need.pool), replaces=replaces)
         if had > cost.prompt:  # it was edited: the rest goes when the engine begins
-            self.ledger.keep(first, had - cost.prompt)
+            self.ledger.residents.keep(first, had - cost.prompt)
         before = {slot: self._totals[slot] for slot in lease.slots if slot in self._totals}
         self._running[lease.lease_id] = _Running(need, cost, lease.slots, had, before)
 
@@ -203,8 +203,8 @@ class Cells:
             return
         self._running[lease.lease_id].begun = True
         for slot in lease.slots:
-            if cells := self.ledger.cells_of(("slot", slot)):
-                self.ledger.keep(("slot", slot), cells)
+            if cells := self.ledger.residents.cells_of(("slot", slot)):
+                self.ledger.residents.keep(("slot", slot), cells)
 
     def over(self, lease: Lease, *, kept: bool, untouched: bool) -> None:
         """A request's slots are free.
@@ -220,16 +220,16 @@ class Cells:
         if one is None:
             if not untouched:
                 for slot in lease.slots:
-                    self.ledger.drop(("slot", slot))
+                    self.ledger.residents.drop(("slot", slot))
             return
         first: Key = ("slot", lease.slots[0])
         if untouched:
             self.ledger.release(lease.lease_id)
-            if cells := one.had or self.ledger.cells_of(first):
-                self.ledger.keep(first, cells, value=float(cells))
+            if cells := one.had or self.ledger.residents.cells_of(first):
+                self.ledger.residents.keep(first, cells, value=float(cells))
             return
         for slot in lease.slots:
-            self.ledger.drop(("slot", slot))
+            self.ledger.residents.drop(("slot", slot))
         held = self.ledger.reserved(lease.lease_id)
         if lease.context_tokens is not None:
             held = min(held, lease.context_tokens - one.need.shared)
@@ -296,7 +296,7 @@ class Cells:
                 self._keep_slot(each, slot.idle, now - slot.last_used)
             elif each.tag == slot.lease:
                 one.seen = True
-                ledger.drop(("slot", each.slot))
+                ledger.residents.drop(("slot", each.slot))
                 held[slot.lease] = held.get(slot.lease, 0) + _added(each, one)
             elif one.had and each.slot == one.slots[0]:  # it did not begin: this is what it goes on with
                 held[slot.lease] = min(one.had, one.cost.prompt)
@@ -325,9 +325,9 @@ class Cells:
         assert self.ledger is not None
         private = seen.tokens - seen.shared_tokens
         if private <= 0:
-            self.ledger.drop(("slot", seen.slot))
+            self.ledger.residents.drop(("slot", seen.slot))
             return
-        self.ledger.keep(
+        self.ledger.residents.keep(
             ("slot", seen.slot), private, value=private / (1.0 + max(0.0, age_s)) if idle else None
         )
 
@@ -393,14 +393,14 @@ class Cells:
             elif pool.lingers and not is_held(pool, ridden):
                 value = float(ledger.total)
             lasting = not pool.lingers and (pool.pinned or (not automatic and pool.ttl_s is None))
-            ledger.keep(("pool", pool.pool_id), cells, value=value, lasting=lasting)
+            ledger.residents.keep(("pool", pool.pool_id), cells, value=value, lasting=lasting)
         for gone in self._pools - kept:
-            ledger.drop(("pool", gone))
+            ledger.residents.drop(("pool", gone))
         self._pools = kept
         for left in self._rests - rests.keys():
-            ledger.drop(("rest", left))
+            ledger.residents.drop(("rest", left))
         for slots, cells in rests.items():
-            ledger.keep(("rest", slots), cells, value=float(ledger.total))
+            ledger.residents.keep(("rest", slots), cells, value=float(ledger.total))
         self._rests = set(rests)
 
 

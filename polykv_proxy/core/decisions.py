@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
     from polykv_proxy.core.catalogue import Entry
-    from polykv_proxy.core.ledger import Key
     from polykv_proxy.core.pools import PrefixPool
+    from polykv_proxy.core.residents import Key
     from polykv_proxy.core.sessions import Session
     from polykv_proxy.core.slots import Ask
     from polykv_proxy.core.types import LeaseId, SlotId

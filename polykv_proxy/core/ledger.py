@@ -9,8 +9,8 @@ Rule 2: a cell is counted once. What pools hold is theirs; a request reserves wh
 Rule 3: a request reserves its prompt and the tokens it is expected to produce. As they come it is costed
 anew, and a reservation is never less than what is held.
 Rule 4: a reservation is released exactly once. Releasing again changes nothing.
-Rule 5: residents that nobody needs now (idle slots, pools that can be computed again) do not count as used:
-they are taken back, least valuable first, before their cells are needed.
+Rule 5: residents that nobody needs now (``core.residents``) do not count as used: they are taken back before
+their cells are needed.
 Rule 6: a request that fits an empty cache is never told that it can never fit, and one that cannot is told
 at once.
 Rule 7: when running requests outgrow what was expected of them and nothing is left to take back, those that
@@ -22,17 +22,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
+
+from polykv_proxy.core.residents import Residents
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Mapping
+    from collections.abc import Iterable, Mapping
 
     from polykv_proxy.core.costs import Cost
     from polykv_proxy.core.policies import CellPolicy
+    from polykv_proxy.core.residents import Key
     from polykv_proxy.core.types import LeaseId
-
-Key: TypeAlias = "Hashable"
-"""Names a resident, such as ``("slot", 3)`` or ``("pool", id)``."""
 
 
 class Fit(Enum):
@@ -43,23 +43,6 @@ class Fit(Enum):
     """Not now: wait as for a free slot."""
     NEVER = "never"
     """Not even with everything gone that may go."""
-
-
-@dataclass(slots=True, eq=False)
-class _Resident:
-    cells: int
-    value: float | None
-    lasting: bool
-    holders: int = 0
-    """Running requests that share its cells."""
-    going: bool = False
-    """It was named to be taken back."""
-    gone: bool = False
-    """It has no name any more; its cells go with its last holder."""
-
-    @property
-    def reclaimable(self) -> bool:
-        return self.value is not None and self.holders == 0
 
 
 @dataclass(slots=True, eq=False)
@@ -111,9 +94,6 @@ class Figures:
 
 @dataclass(slots=True)
 class _Sums:
-    resident: int = 0
-    protected: int = 0
-    lasting: int = 0
     reserved: int = 0
     due: int = 0
     slack: int = 0
@@ -148,7 +128,7 @@ class CellLedger:
         self._stale_after_s = stale_after_s
         self._sampled_at: float | None = None
         self._unexplained = 0
-        self._residents: dict[Key, _Resident] = {}
+        self.residents = Residents()
         self._requests: dict[Key, _Request] = {}
         self._earmarks: dict[Key, int] = {}
         self._sum = _Sums()
@@ -190,22 +170,17 @@ class CellLedger:
     @property
     def _free(self) -> int:
         """Free for newcomers; negative when more is reserved than there is."""
-        return self.total - self._sum.protected - self._unexplained - self._sum.reserved
+        return self.total - self.residents.protected - self._unexplained - self._sum.reserved
 
     @property
     def empty_now(self) -> int:
         """Cells that hold nothing and are nobody's in the next moment; what is resident is not empty."""
-        return self.total - self._sum.resident - self._unexplained - self._sum.due
+        return self.total - self.residents.cells - self._unexplained - self._sum.due
 
     @property
     def room_at_best(self) -> int:
         """Cells that one request could have if nothing else ran."""
-        return max(0, self.total - self._watermark - self._sum.lasting)
-
-    def cells_of(self, key: Key) -> int:
-        """Cells of a resident; 0 if there is none of that name."""
-        known = self._residents.get(key)
-        return 0 if known is None else known.cells
+        return max(0, self.total - self._watermark - self.residents.lasting)
 
     def reserved(self, request: LeaseId | Key) -> int:
         """Cells that a running request has in the books; 0 if it is over."""
@@ -215,7 +190,7 @@ class CellLedger:
     @property
     def awaits_room(self) -> bool:
         """Whether what is about to be filled has to wait for residents that are going."""
-        return self._short > 0 and any(each.going for each in self._residents.values())
+        return self._short > 0 and self.residents.going
 
     @property
     def _short(self) -> int:
@@ -228,8 +203,8 @@ class CellLedger:
         """Everything at once, for reports."""
         return Figures(
             total=self.total,
-            protected=self._sum.protected,
-            reclaimable=self._sum.resident - self._sum.protected,
+            protected=self.residents.protected,
+            reclaimable=self.residents.cells - self.residents.protected,
             reserved=self._sum.reserved,
             unexplained=self._unexplained,
             free=max(0, self._free),
@@ -267,71 +242,15 @@ class CellLedger:
             return min(wanted, room)
         return wanted if wanted + min(growth, end - wanted) <= room else min(wanted, room - growth)
 
-    # -- residents ---------------------------------------------------------------------------------------
-
-    def keep(self, key: Key, cells: int, *, value: float | None = None, lasting: bool = False) -> None:
-        """A resident holds so many cells now; one that is known is changed, and is no longer going.
-
-        Args:
-            key: its name.
-            cells: beyond what other residents hold; shared ones belong to one of them.
-            value: what is lost if it is taken back; None: it is not.
-            lasting: it is pinned: requests must not wait for its end.
-        """
-        old = self._residents.get(key)
-        holders = 0 if old is None else old.holders
-        self._uncount(old)
-        new = self._residents[key] = _Resident(max(0, cells), value, lasting, holders)
-        self._count(new)
-
     def earmark(self, key: Key, cells: int) -> None:
         """Set cells aside for a request that was promised a place; 0 ends that."""
         self._sum.reserved += cells - self._earmarks.pop(key, 0)
         if cells:
             self._earmarks[key] = cells
 
-    def drop(self, key: Key) -> None:
-        """A resident is gone; one that is not known does not matter."""
-        old = self._residents.get(key)
-        if old is None:
-            return
-        if old.holders:
-            self._uncount(old)
-            old.gone, old.lasting = True, False
-            self._count(old)
-            return
-        self._uncount(self._residents.pop(key))
-
     def reclaim(self) -> list[Key]:
-        """Residents to take back now, least valuable first, for the cells that are about to be filled.
-
-        Each is named once: ``drop`` it when it is gone, or ``keep`` it when it would not go.
-        """
-        short = self._short
-        if short <= 0:
-            return []
-        short -= sum(each.cells for each in self._residents.values() if each.going)
-        idle = [(key, each) for key, each in self._residents.items() if each.reclaimable and not each.going]
-        named = []
-        for key, each in sorted(idle, key=lambda item: item[1].value or 0.0):
-            if short <= 0:
-                break
-            if each.cells:
-                each.going = True
-                short -= each.cells
-                named.append(key)
-        return named
-
-    def _count(self, each: _Resident, sign: int = 1) -> None:
-        self._sum.resident += sign * each.cells
-        if not each.reclaimable:
-            self._sum.protected += sign * each.cells
-        if each.lasting:
-            self._sum.lasting += sign * each.cells
-
-    def _uncount(self, each: _Resident | None) -> None:
-        if each is not None:
-            self._count(each, -1)
+        """Residents to take back now, for the cells that are about to be filled."""
+        return self.residents.reclaim(self._short)
 
     # -- requests ----------------------------------------------------------------------------------------
 
@@ -350,8 +269,8 @@ class CellLedger:
             replaces: the idle resident whose slot it gets; its cells are the request's, or are given back.
         """
         used = tuple(uses)
-        shared = sum(each.cells for key in used if (each := self._residents.get(key)) and not each.lasting)
-        if cost.exact and shared + cost.prompt + 1 > self.total - self._watermark - self._sum.lasting:
+        shared = self.residents.shared(used)
+        if cost.exact and shared + cost.prompt + 1 > self.total - self._watermark - self.residents.lasting:
             return Fit.NEVER  # 1
         if self.stale(now):
             return Fit.WAITS  # 2
@@ -365,18 +284,14 @@ class CellLedger:
         margin = self.margin + max(0, own)
         if self._requests:
             return margin
-        left = self.total - self._sum.protected - claimed - self._unexplained - cost.prompt - 1
+        left = self.total - self.residents.protected - claimed - self._unexplained - cost.prompt - 1
         return min(margin, max(0, left))
 
     def _need(self, cost: Cost, uses: tuple[Key, ...], replaces: Key | None) -> tuple[int, int]:
         """Cells that a request reserves, and those of residents that it makes unreclaimable."""
-        claimed = sum(
-            each.cells for key in uses if (each := self._residents.get(key)) is not None and each.reclaimable
-        )
-        if replaces is not None and (old := self._residents.get(replaces)) is not None:
-            claimed -= 0 if old.reclaimable else old.cells
+        claimed = self.residents.claimed(uses, replaces)
         new = min(cost.expected, cost.bound) if self._overcommit else cost.bound
-        room = self.total - self._sum.protected - self._unexplained - claimed - self._watermark
+        room = self.total - self.residents.protected - self._unexplained - claimed - self._watermark
         most = self._most(cost.prompt + new, cost.prompt + cost.bound, cost.answers * self._growth, room)
         return max(most, min(cost.prompt + new, cost.prompt + 1 if cost.exact else 1)), claimed
 
@@ -393,16 +308,11 @@ class CellLedger:
         """
         if request in self._requests:
             return
-        used = tuple(key for key in uses if key in self._residents)
+        used = tuple(key for key in uses if key in self.residents)
         need, _ = self._need(cost, used, replaces)
-        for key in used:
-            each = self._residents[key]
-            self._uncount(each)
-            each.holders += 1
-            self._count(each)
-        old = None if replaces is None else self._residents.get(replaces)
-        if old is not None and not old.holders:
-            self._uncount(self._residents.pop(replaces))
+        self.residents.hold(used)
+        if replaces is not None:
+            self.residents.take_over(replaces)
         prompt = min(cost.prompt, need)
         each_new = self._requests[request] = _Request(prompt, cost.bound, need, prompt, 0, used, cost.answers)
         self._sum.reserved += need
@@ -433,7 +343,7 @@ class CellLedger:
             return
         each.held = held
         new = min(expected, each.bound) if self._overcommit else each.bound
-        room = self.total - self._sum.protected - self._unexplained - self._watermark
+        room = self.total - self.residents.protected - self._unexplained - self._watermark
         most = self._most(each.prompt + new, each.prompt + each.bound, each.answers * self._growth, room)
         reserved = max(held, most)
         self._book(each, reserved=reserved, due=max(held, each.prompt))
@@ -455,15 +365,9 @@ class CellLedger:
         self._sum.reserved -= each.reserved
         self._sum.due -= each.due
         self._sum.slack -= self._slack(each)
-        for key in each.uses:
-            resident = self._residents[key]
-            self._uncount(resident)
-            resident.holders -= 1
-            self._count(resident)
-            if resident.gone and resident.holders == 0:
-                self._uncount(self._residents.pop(key))
+        self.residents.let_go(each.uses)
         if leaves is not None:
-            self.keep(leaves, cells, value=value)
+            self.residents.keep(leaves, cells, value=value)
         return True
 
     def overdrawn(self) -> list[LeaseId | Key]:
@@ -478,7 +382,7 @@ class CellLedger:
         running = [(key, each) for key, each in self._requests.items() if not each.stopping and each.bound]
         going = sum(each.due for each in self._requests.values() if each.stopping)
         short = sum(each.beyond(each.due, self._brake) for _, each in running) - self.empty_now - going
-        short -= self._sum.resident - self._sum.protected  # 2
+        short -= self.residents.cells - self.residents.protected  # 2
         named = []
         for key, each in reversed(running):
             if short <= 0:
@@ -495,7 +399,7 @@ class CellLedger:
     # -- samples -----------------------------------------------------------------------------------------
 
     def on_sample(self, used: int, held: Mapping[LeaseId, int], taken_at: float) -> None:
-        """The engine says how many cells are used. Residents have been corrected by ``keep`` before.
+        """The engine says how many cells are used. Residents have been corrected before.
 
         Args:
             used: cells, all together.
@@ -508,4 +412,4 @@ class CellLedger:
             if each is not None:
                 each.held = cells
                 self._book(each, reserved=max(cells, each.reserved), due=max(cells, each.prompt))
-        self._unexplained = max(0, used - self._sum.resident - sum(held.values()))
+        self._unexplained = max(0, used - self.residents.cells - sum(held.values()))

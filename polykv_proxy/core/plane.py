@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Collection
 
     from polykv_proxy.core.accounting import Ownership
-    from polykv_proxy.core.ledger import Key
     from polykv_proxy.core.pools import PrefixPool
+    from polykv_proxy.core.residents import Key
     from polykv_proxy.core.sessions import Session, SessionBook
     from polykv_proxy.core.slots import Slot, SlotBoard
     from polykv_proxy.core.stock import SlotLook
@@ -198,9 +198,9 @@ class ControlPlane:
         if ledger is None:
             return []
         if gone:
-            ledger.drop(key)
+            ledger.residents.drop(key)
         else:
-            ledger.keep(key, ledger.cells_of(key))
+            ledger.residents.keep(key, ledger.residents.cells_of(key))
         return [*self.leases.serve_waiting(now), *self.cells.reclaim()]
 
     # -- rates -------------------------------------------------------------------------------------------

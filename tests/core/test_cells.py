@@ -98,7 +98,7 @@ def test_what_does_not_go_is_not_asked_again_until_the_next_sample():
     lease_of(ask(at, 100, 10, 9, 10))
     assert keys(at.cells.reclaim()) == [("slot", 0)]
     assert keys(at.on_reclaimed(("slot", 0), 0.0, gone=False)) == []
-    assert at.cells.ledger.cells_of(("slot", 0)) == 800
+    assert at.cells.ledger.residents.cells_of(("slot", 0)) == 800
 
 
 def test_a_conversation_that_goes_on_has_its_cells_already():
@@ -108,10 +108,10 @@ def test_a_conversation_that_goes_on_has_its_cells_already():
     finish(at, first)
     at.on_sample(sample(used=800, slots=(seen(0, 800),)))
     again = lease_of(ask(at, 820, 50, 1, 2, 3))
-    assert (again.continues, at.cells.ledger.cells_of(("slot", 0))) == (True, 0)
+    assert (again.continues, at.cells.ledger.residents.cells_of(("slot", 0))) == (True, 0)
     assert at.cells.reclaim() == []
     finish(at, again, content=Content.OLD)
-    assert at.cells.ledger.cells_of(("slot", 0)) == 800
+    assert at.cells.ledger.residents.cells_of(("slot", 0)) == 800
 
 
 def test_the_engine_counts_a_prompt_that_nobody_counted():
@@ -167,7 +167,7 @@ def test_a_pool_has_its_cells_as_soon_as_it_was_computed():
     lease = lease_of(at.leases.on_request(wish, 0.0, now_ts=0.0, conversation=False))
     made = pool(at)
     finish(at, lease, content=Content.NOTHING)
-    assert at.cells.ledger.cells_of(("pool", made.pool_id)) == made.own_len
+    assert at.cells.ledger.residents.cells_of(("pool", made.pool_id)) == made.own_len
     assert lease.lease_id not in at.cells.ledger
 
 

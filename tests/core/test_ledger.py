@@ -1,9 +1,11 @@
 """Claims about ``core.ledger``: nothing is counted twice, released twice, or sent without room for it."""
 
+import random
+from collections import Counter
+
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
 from polykv_proxy.core.costs import Cost
 from polykv_proxy.core.ledger import CellLedger, Fit
@@ -56,18 +58,18 @@ def test_what_does_not_fit_waits_and_what_never_will_is_told_apart():
 def test_pinned_pools_count_for_never_and_others_only_for_now():
     """An operator may release a pool, so waiting for that is not hopeless."""
     book = ledger()
-    book.keep("pinned", 400, lasting=True)
-    book.keep("explicit", 300)
+    book.residents.keep("pinned", 400, lasting=True)
+    book.residents.keep("explicit", 300)
     assert book.fit(cost(600, 1), 0.0) is Fit.NEVER
     assert book.fit(cost(599, 1), 0.0) is Fit.WAITS
-    book.drop("explicit")
+    book.residents.drop("explicit")
     assert book.fit(cost(599, 1), 0.0) is Fit.FITS
 
 
 def test_shared_cells_count_once():
     """Ten requests on one pool cost ten suffixes, and the pool stays while they run."""
     book = ledger()
-    book.keep("pool", 600, value=1.0)
+    book.residents.keep("pool", 600, value=1.0)
     assert book.figures().free == 1000
     for number in range(10):
         assert book.fit(cost(20, 20), 0.0, uses=["pool"]) is Fit.FITS
@@ -82,7 +84,7 @@ def test_shared_cells_count_once():
 def test_claiming_a_pool_that_could_go_counts_as_need():
     """Its cells are not there for others any more."""
     book = ledger()
-    book.keep("pool", 600, value=1.0)
+    book.residents.keep("pool", 600, value=1.0)
     book.reserve(1, cost(300, 150))
     assert book.fit(cost(10, 10), 0.0) is Fit.FITS
     assert book.fit(cost(10, 10), 0.0, uses=["pool"]) is Fit.WAITS
@@ -91,19 +93,19 @@ def test_claiming_a_pool_that_could_go_counts_as_need():
 def test_a_pool_that_is_dropped_while_it_is_used_goes_with_its_last_user():
     """As the engine does it."""
     book = ledger()
-    book.keep("pool", 600)
+    book.residents.keep("pool", 600)
     book.reserve(1, cost(10, 10), uses=["pool", "unknown"])
-    book.drop("pool")
+    book.residents.drop("pool")
     assert book.figures().protected == 600
     book.release(1)
     assert book.figures().protected == 0
-    book.drop("pool")
+    book.residents.drop("pool")
 
 
 def test_the_slot_that_a_request_gets_is_its_own():
     """What it held is taken over or given back, and counted once either way."""
     book = ledger()
-    book.keep(("slot", 0), 700, value=1.0)
+    book.residents.keep(("slot", 0), 700, value=1.0)
     assert book.fit(cost(750, 50), 0.0, replaces=("slot", 0)) is Fit.FITS
     book.reserve(1, cost(750, 50), replaces=("slot", 0))
     assert book.empty_now == 250
@@ -115,7 +117,7 @@ def test_the_slot_that_a_request_gets_is_its_own():
 def test_what_others_use_is_not_replaced():
     """Its cells are theirs as long as they run."""
     book = ledger()
-    book.keep("pool", 300, value=1.0)
+    book.residents.keep("pool", 300, value=1.0)
     book.reserve(1, cost(10, 10), uses=["pool"])
     book.reserve(2, cost(10, 10), replaces="pool")
     assert book.figures().protected == 300
@@ -126,7 +128,7 @@ def test_what_others_use_is_not_replaced():
 def test_a_slot_that_is_not_to_be_reclaimed_is_its_requests_too():
     """Held for a client that will try again."""
     book = ledger()
-    book.keep(("slot", 0), 700)
+    book.residents.keep(("slot", 0), 700)
     assert book.fit(cost(750, 50), 0.0) is Fit.WAITS
     assert book.fit(cost(750, 50), 0.0, replaces=("slot", 0)) is Fit.FITS
 
@@ -134,23 +136,23 @@ def test_a_slot_that_is_not_to_be_reclaimed_is_its_requests_too():
 def test_what_can_be_taken_back_is_named_least_valuable_first_and_once():
     """Only as much as is needed, before it is needed."""
     book = ledger(watermark=100)
-    book.keep("dear", 300, value=9.0)
-    book.keep("cheap", 300, value=1.0)
-    book.keep("mine", 100)
+    book.residents.keep("dear", 300, value=9.0)
+    book.residents.keep("cheap", 300, value=1.0)
+    book.residents.keep("mine", 100)
     assert book.reclaim() == []
     book.reserve(1, cost(350, 300))
     assert book.reclaim() == ["cheap"]
     assert book.reclaim() == []
-    book.keep("cheap", 300, value=1.0)  # it would not go
+    book.residents.keep("cheap", 300, value=1.0)  # it would not go
     assert book.reclaim() == ["cheap"]
-    book.drop("cheap")
+    book.residents.drop("cheap")
     assert book.empty_now == 250
 
 
 def test_growth_is_made_room_for_as_it_comes():
     """A reservation does not evict; cells that are about to be filled do."""
     book = ledger(growth=20)
-    book.keep("idle", 600, value=1.0)
+    book.residents.keep("idle", 600, value=1.0)
     book.reserve(1, cost(100, 700))
     assert book.reclaim() == []
     book.progress(1, held=380, expected=700)
@@ -191,14 +193,14 @@ def test_alone_a_request_may_have_all_there_is():
 def test_the_latest_are_stopped_before_the_cache_is_full():
     """Each once, and not before all that can go is gone."""
     book = ledger(growth=50)
-    book.keep("idle", 200, value=1.0)
+    book.residents.keep("idle", 200, value=1.0)
     for number in (1, 2, 3):
         book.reserve(number, cost(100, 50, bound=900))
     assert book.overdrawn() == []
     for number in (1, 2, 3):
         book.progress(number, held=250, expected=300)
     assert book.overdrawn() == []
-    book.drop("idle")
+    book.residents.drop("idle")
     for number in (1, 2, 3):
         book.progress(number, held=300, expected=350)
     assert book.overdrawn() == [3]
@@ -231,7 +233,7 @@ def test_a_stale_sample_counts_as_full():
 def test_samples_correct():
     """What the engine has beyond our book is used, until a sample says otherwise."""
     book = ledger()
-    book.keep("pool", 200)
+    book.residents.keep("pool", 200)
     book.reserve(1, cost(100, 100))
     book.on_sample(500, {1: 100, 9: 50}, taken_at=1.0)
     figures = book.figures()
@@ -303,54 +305,58 @@ def test_the_brake_follows_the_speed_where_the_margin_may_not():
     assert book.overdrawn() == ["last"]
 
 
-class Ledger(RuleBasedStateMachine):
-    """Any order of everything, beside a model that adds up from scratch."""
+class LedgerAgainstModel:
+    """Any order of everything, beside a model that adds up from scratch.
 
-    requests = Bundle("requests")
+    Args:
+        dice: decides everything.
+    """
 
-    def __init__(self):
-        super().__init__()
+    def __init__(self, dice):
+        self.dice = dice
+        self.done = Counter()  # what really happened
         self.book = CellLedger(1000, watermark=20, growth=5)
         self.residents = {}
         self.running = {}
         self.next = 1
 
-    @rule(key=st.integers(0, 5), cells=st.integers(0, 400), value=st.sampled_from([None, 0.0, 1.0, 2.0]))
-    def keep(self, key, cells, value):
+    def keep(self):
         """A resident changes."""
-        self.book.keep(key, cells, value=value, lasting=value is None and key == 0)
+        key, value = self.dice.randint(0, 5), self.dice.choice([None, 0.0, 1.0, 2.0])
+        cells = self.dice.choice([0, self.dice.randint(1, 400)])
+        self.done["changed" if key in self.residents else "kept"] += 1
+        self.book.residents.keep(key, cells, value=value, lasting=value is None and key == 0)
         self.residents[key] = cells
 
-    @rule(key=st.integers(0, 5))
-    def drop(self, key):
+    def drop(self):
         """One goes; while somebody uses it, its cells stay."""
-        self.book.drop(key)
-        if not any(key in uses for uses in self.running.values()):
+        key = self.dice.randint(0, 5)
+        used = any(key in uses for uses in self.running.values())
+        self.done["dropped in use" if used else "dropped"] += key in self.residents
+        self.book.residents.drop(key)
+        if not used:
             self.residents.pop(key, None)
 
-    @rule(
-        target=requests,
-        prompt=st.integers(0, 1200),
-        expected=st.integers(0, 500),
-        more=st.integers(0, 500),
-        uses=st.sets(st.integers(0, 5), max_size=2),
-        replaces=st.none() | st.integers(0, 5),
-        exact=st.booleans(),
-    )
-    def ask(self, prompt, expected, more, uses, replaces, exact):
+    def ask(self):
         """A request comes; it is written down only where it fits."""
+        prompt = self.dice.choice([0, self.dice.randint(1, 200), self.dice.randint(1, 1200)])
+        expected, exact = self.dice.randint(0, 200), self.dice.random() < 0.7
+        wanted = cost(prompt, expected, expected + self.dice.randint(0, 500), exact=exact)
+        uses = set(self.dice.sample(range(6), self.dice.randint(0, 2)))
+        replaces = self.dice.choice([None, *range(9)])
         if replaces in uses or any(replaces in used for used in self.running.values()):
             replaces = None
-        wanted = cost(prompt, expected, expected + more, exact=exact)
         before = self.book.figures()
         fit = self.book.fit(wanted, 0.0, uses=uses, replaces=replaces)
         assert self.book.figures() == before
-        number = self.next
-        self.next += 1
+        self.done[fit.value] += 1
         if fit is Fit.FITS:
-            self.book.reserve(number, wanted, uses=uses, replaces=replaces)
-            self.running[number] = {key for key in uses if key in self.residents}
+            self.done["shares"] += bool(uses & self.residents.keys())
+            self.done["takes over"] += replaces in self.residents
+            self.book.reserve(self.next, wanted, uses=uses, replaces=replaces)
+            self.running[self.next] = {key for key in uses if key in self.residents}
             self.residents.pop(replaces, None)
+            self.next += 1
             after = self.book.figures()
             assert after.reserved + after.protected + after.unexplained <= after.total
             assert after.reserved > before.reserved or not exact or prompt == 0
@@ -360,66 +366,109 @@ class Ledger(RuleBasedStateMachine):
             assert prompt + 1 + 20 + shared > 1000 - before.protected
         elif not self.running and before.unexplained == 0:
             assert before.protected or sum(self.residents.values())
-        return number
 
-    @rule(request=requests, held=st.integers(0, 400), expected=st.integers(0, 900))
-    def progress(self, request, held, expected):
-        """It goes on, as far as it runs."""
-        self.book.progress(request, held=held, expected=expected)
-
-    @rule(request=consumes(requests), leaves=st.none() | st.integers(6, 8), cells=st.integers(0, 300))
-    def release(self, request, leaves, cells):
-        """The first release counts, and no other."""
-        ran = request in self.running
-        assert self.book.release(request, leaves=leaves, cells=cells) is ran
-        assert self.book.release(request, leaves=leaves, cells=cells) is False
-        if not ran:
+    def progress(self):
+        """One goes on, or is costed anew."""
+        request = self.dice.choice(list(self.running))
+        if self.dice.random() < 0.3:
+            self.done["costed anew"] += 1
+            uses = self.running[request]
+            self.book.recost(request, cost(self.dice.randint(0, 100), 20, 50), uses=uses)
+            self.running[request] = {key for key in uses if key in self.book.residents}
+            self.forget(uses)
             return
-        gone = self.running.pop(request)
-        for key in gone:
-            if key not in self.book._residents:
-                self.residents.pop(key, None)
+        self.done["went on"] += 1
+        self.book.progress(request, held=self.dice.randint(0, 400), expected=self.dice.randint(0, 900))
+
+    def release(self):
+        """The first release counts, and no other."""
+        request = self.dice.choice(list(self.running))
+        leaves, cells = self.dice.choice([None, 6, 7, 8]), self.dice.randint(0, 300)
+        self.done["left something" if leaves else "left nothing"] += 1
+        assert self.book.release(request, leaves=leaves, cells=cells) is True
+        assert self.book.release(request, leaves=leaves, cells=cells) is False
+        self.forget(self.running.pop(request))
         if leaves is not None:
             self.residents[leaves] = cells
 
-    @rule(used=st.integers(0, 1000))
-    def sample(self, used):
-        """The engine says something else."""
-        self.book.on_sample(used, {}, taken_at=0.0)
+    def forget(self, keys):
+        """What was dropped while these were used is gone if nobody uses it any more."""
+        for key in keys:
+            if key not in self.book.residents:
+                self.residents.pop(key, None)
 
-    @precondition(lambda self: self.running)
-    @rule()
+    def sample(self):
+        """The engine says something else."""
+        self.book.on_sample(self.dice.randint(0, 1000), {}, taken_at=0.0)
+
     def look(self):
         """Who is named runs; who is taken back is resident and unused."""
         for key in self.book.reclaim():
+            self.done["taken back"] += 1
             assert not any(key in uses for uses in self.running.values())
-            self.book.drop(key)
+            self.book.residents.drop(key)
             del self.residents[key]
         named = self.book.overdrawn()
+        self.done["stopped"] += len(named)
         assert set(named) <= set(self.running)
         assert self.book.overdrawn() == []
 
-    @invariant()
     def it_adds_up(self):
         """The running sums are the sums, and nothing is below zero."""
-        residents, requests = self.book._residents.values(), self.book._requests.values()
+        residents, requests = self.book.residents._known.values(), self.book._requests.values()
         figures = self.book.figures()
         assert figures.protected == sum(each.cells for each in residents if not each.reclaimable)
         assert figures.reclaimable == sum(each.cells for each in residents if each.reclaimable)
         assert figures.reserved == sum(each.reserved for each in requests)
         assert self.book._sum.due == sum(each.due for each in requests)
         assert self.book._sum.slack == sum(self.book._slack(each) for each in requests)
-        assert self.book._sum.lasting == sum(each.cells for each in residents if each.lasting)
+        assert self.book.residents.lasting == sum(each.cells for each in residents if each.lasting)
         assert sum(self.residents.values()) == sum(each.cells for each in residents)
         assert set(self.running) == set(self.book._requests)
         assert min(figures.free, figures.reserved, figures.protected, figures.reclaimable) >= 0
         assert all(each.reserved >= each.held for each in requests)
         held_by = [key for uses in self.running.values() for key in uses]
-        assert all(each.holders == held_by.count(key) for key, each in self.book._residents.items())
+        assert all(each.holders == held_by.count(key) for key, each in self.book.residents._known.items())
+
+    def live_on(self):
+        """Forty steps."""
+        always = [self.keep, self.drop, self.look, self.sample, *[self.ask] * 4]
+        for _ in range(40):
+            self.dice.choice([*always, *[self.progress, self.release] * 2] if self.running else always)()
+            self.it_adds_up()
 
 
-TestLedger = Ledger.TestCase
-TestLedger.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0))
+def test_a_ledger_adds_up_as_its_model_does(seed):
+    """Residents, requests and samples in any order."""
+    LedgerAgainstModel(random.Random(seed)).live_on()
+
+
+def test_the_model_lets_everything_happen():
+    """A step that never does anything shows nothing."""
+    done = Counter()
+    for seed in range(100):
+        model = LedgerAgainstModel(random.Random(seed))
+        model.live_on()
+        done += model.done
+    assert set(done) == {
+        "changed",
+        "costed anew",
+        "dropped",
+        "dropped in use",
+        "fits",
+        "kept",
+        "left nothing",
+        "left something",
+        "never",
+        "shares",
+        "stopped",
+        "taken back",
+        "takes over",
+        "waits",
+        "went on",
+    }
 
 
 @pytest.mark.parametrize("overcommit", [True, False])

@@ -58,8 +58,8 @@ class Machine:
         self.queue = list(requests)
         self.running = []
         self.residents = {"pool": pool_cells, "pinned": pinned}
-        self.ledger.keep("pool", pool_cells, value=0.5)
-        self.ledger.keep("pinned", pinned, lasting=True)
+        self.ledger.residents.keep("pool", pool_cells, value=0.5)
+        self.ledger.residents.keep("pinned", pinned, lasting=True)
         self.going = {}
         self.slots = set(range(SLOTS))
         self.step = 0
@@ -134,7 +134,7 @@ class Machine:
             if at <= self.step:
                 del self.going[key]
                 self.residents.pop(key, None)
-                self.ledger.drop(key)
+                self.ledger.residents.drop(key)
         for request in list(self.running):
             if request.stops is not None and request.stops <= self.step:
                 self.end(request, "stopped")
@@ -240,7 +240,7 @@ def test_without_the_ledger_this_engine_dies():
 
     machine = Machine(adversarial(0), overcommit=True)
     blind = Blind(CELLS)
-    blind.keep("pool", 300, value=0.5)
+    blind.residents.keep("pool", 300, value=0.5)
     machine.ledger = blind
     assert machine.run().deaths > 0
 
