@@ -132,19 +132,16 @@ async def measure(lengths: Sequence[int], rounds: int) -> list[Cost]:
                 await served.quiet()
                 middle = {name: median(getattr(each, name) for each in seen) for name in asdict(seen[0])}
                 results.append(Cost(**middle))
+                print(row(results[-1]), flush=True)
     return results
 
 
-def table(results: Sequence[Cost]) -> str:
-    """The results as text."""
-    lines = [f"{'':>16}{'save':>18}{'restore':>18}{'compute':>18}"]
-    lines += [f"{'tokens':>8}{'MB':>8}" + f"{'s':>9}{'lost':>9}" * 3]
-    lines += [
-        f"{each.tokens:>8.0f}{each.megabytes:>8.1f}{each.save_s:>9.3f}{each.save_lost:>9.1f}"
-        f"{each.restore_s:>9.3f}{each.restore_lost:>9.1f}{each.compute_s:>9.3f}{each.compute_lost:>9.1f}"
-        for each in results
-    ]
-    return "\n".join(lines)
+def row(cost: Cost) -> str:
+    """A line of the table."""
+    return (
+        f"{cost.tokens:>8.0f}{cost.megabytes:>8.1f}{cost.save_s:>9.3f}{cost.save_lost:>9.1f}"
+        f"{cost.restore_s:>9.3f}{cost.restore_lost:>9.1f}{cost.compute_s:>9.3f}{cost.compute_lost:>9.1f}"
+    )
 
 
 def main() -> None:
@@ -154,8 +151,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path, default=Path("bench-results/saving.json"))
     args = parser.parse_args()
+    print(f"{'':>16}{'save':>18}{'restore':>18}{'compute':>18}")
+    print(f"{'tokens':>8}{'MB':>8}" + f"{'s':>9}{'lost':>9}" * 3)
     results = uvloop.run(measure(args.words, args.rounds))
-    print(table(results))
     args.out.parent.mkdir(parents=True, exist_ok=True)
     document = {"machine": machine(), "saving": [asdict(each) for each in results]}
     args.out.write_text(json.dumps(document, indent=2) + "\n")

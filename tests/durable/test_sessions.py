@@ -181,10 +181,26 @@ async def test_a_drain_saves_everybody(proxies):
     assert keys(again) == before  # rule 4: they went on from what was there
 
 
+OVERFLOWS = {
+    "none": {"code": 500, "message": "Compute error.", "type": "server_error"},
+    "cells": {"code": 500, "message": "Context size has been exceeded.", "type": "server_error"},
+    "window": {
+        "code": 400,
+        "message": "request (3000 tokens) exceeds the available context size (1024 tokens)",
+        "type": "exceed_context_size_error",
+        "n_prompt_tokens": 3000,
+        "n_ctx": 1024,
+    },
+}
+
+
+@pytest.mark.parametrize("says", OVERFLOWS)
 @pytest.mark.parametrize("fault", ["error", "die_mid_stream", "error_mid_stream"])
-async def test_what_failed_changes_nothing(proxies, fault):
-    """The state of the last whole answer stays, also when the slot is lost."""
+async def test_what_failed_changes_nothing(proxies, fault, says):
+    """The state of the last whole answer stays, also when the slot is lost; what overflowed failed."""
     rig = await proxies()
+    rig.engine.script.error_body = {"error": OVERFLOWS[says]}
+    rig.engine.script.status = OVERFLOWS[says]["code"]
     await turn(rig, "a", "first")
     await rig.durable.round()
     (entry,) = rig.durable.shelf.catalogue
@@ -195,6 +211,16 @@ async def test_what_failed_changes_nothing(proxies, fault):
     await rig.durable.round()
     await turn(rig, "b", "first")
     assert entry in list(rig.durable.shelf.catalogue)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_an_answer_that_was_cut_at_max_tokens_is_a_whole_one(proxies, stream):
+    """It was delivered; the conversation goes on from it."""
+    rig = await proxies()
+    rig.engine.script.extra = {"choices": [{"index": 0, "finish_reason": "length", "delta": {}}]}
+    await rig.ask(CHAT, chat("a", "y" * 300, session_id="a", stream=stream, max_tokens=1))
+    await rig.durable.round()
+    assert keys(rig) == ["a"]
 
 
 async def test_who_left_is_not_saved(proxies):
