@@ -1,4 +1,4 @@
-"""What requests, slots and pools hold of an engine's cells, written into its ledger.
+"""What requests and slots hold of an engine's cells, written into its ledger.
 
 Rule 1: a request is in the ledger from the step in which it gets its slots until they are free again. That
 is on one way only, so it ends there once.
@@ -6,7 +6,6 @@ Rule 2: what a slot held before stays in the ledger until the engine is seen to 
 then is it gone for certain. What the request goes on with is its own from the start.
 Rule 3: what was not asked of it changes nothing: work that says nothing of its size (emptying a slot) is not
 in the ledger, nor is anything on an engine that does not share cells and counts none.
-Rule 4: pools that came by themselves and are ridden by nobody but idle conversations can go, after those.
 """
 
 from __future__ import annotations
@@ -16,26 +15,22 @@ from typing import TYPE_CHECKING
 
 from polykv_proxy.core.costs import Asked, Cost, cost_of
 from polykv_proxy.core.decisions import Reclaim
-from polykv_proxy.core.keeping import is_held, last_use
 from polykv_proxy.core.ledger import CellLedger, Fit
 from polykv_proxy.core.lengths import LengthBook
 from polykv_proxy.core.policies import CellPolicy
-from polykv_proxy.core.types import PoolOrigin, SlotState
+from polykv_proxy.core.types import SlotState
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
 
     from polykv_proxy.core.decisions import Command, Lease
     from polykv_proxy.core.pools import PrefixPool
     from polykv_proxy.core.residents import Key
     from polykv_proxy.core.slots import Ask, Placement, SlotBoard
-    from polykv_proxy.core.tree import PoolTree
     from polykv_proxy.core.types import (
         EngineFacts,
         EngineSample,
         LeaseId,
-        PoolId,
-        PoolUid,
         SlotId,
         SlotSample,
     )
@@ -110,10 +105,6 @@ class Cells:
         """Tokens that each slot had generated at the last sample."""
         self._fastest = 0.0
         """Most tokens that a slot generated between two samples, lately."""
-        self._pools: set[PoolId] = set()
-        """Those that the ledger knows."""
-        self._rests: set[tuple[SlotId, ...]] = set()
-        """Slots that keep what is left of pools, as far as the ledger knows."""
 
     def meet(self, facts: EngineFacts, *, counts: bool) -> None:
         """An engine is there, and nothing of ours runs on it.
@@ -124,8 +115,6 @@ class Cells:
         """
         self._running.clear()
         self._totals.clear()
-        self._pools.clear()
-        self._rests.clear()
         self._window = facts.ctx_tokens or facts.cells
         self.ledger = None
         if counts and facts.cells:
@@ -284,7 +273,7 @@ class Cells:
     # -- samples -----------------------------------------------------------------------------------------
 
     def on_sample(self, sample: EngineSample, board: SlotBoard, now: float) -> None:
-        """The engine counted its cells; ``keep_pools`` was told of it before."""
+        """The engine counted its cells; what pools hold was written down before."""
         ledger = self.ledger
         if ledger is None:
             return
@@ -348,60 +337,6 @@ class Cells:
             self._recost(lease, one, replace(one.need, prompt=prompt, shared=first.shared_tokens))
         expected = self.lengths.expected(one.need.asked.kind, one.cost.bound // answers, generated // answers)
         self.ledger.progress(lease, held=held, expected=answers * expected)
-
-    def keep_pools(  # noqa: PLR0913, PLR0917 - what is seen of pools
-        self,
-        tree: PoolTree,
-        own: Mapping[PoolId, int],
-        ridden: frozenset[PoolUid],
-        forlorn: frozenset[PoolUid],
-        rests: Mapping[tuple[SlotId, ...], int],
-        grace_s: float,
-        now_ts: float,
-    ) -> None:
-        """What the pools hold.
-
-        What only idle conversations rest on is taken back with them: it is worth more than they are, so they
-        go first.
-
-        Args:
-            tree: all of them.
-            own: cells of each, as of the last sample; a newer one has what it was made of.
-            ridden: uids of those whose cells running requests share.
-            forlorn: uids of those that linger, and that nothing holds.
-            rests: cells of pools that are gone, by the idle slots that alone keep them.
-            grace_s: seconds that an automatic one stays after its last use.
-            now_ts: epoch seconds.
-        """
-        ledger = self.ledger
-        if ledger is None:
-            return
-        kept = set()
-        for pool in (*tree, *tree.lingering):
-            cells = own.get(pool.pool_id, pool.own_len)
-            if not cells or not (pool.resident or pool.lingers):
-                continue
-            kept.add(pool.pool_id)
-            value = None
-            idle_s = now_ts - last_use(pool)
-            automatic = pool.origin is PoolOrigin.AUTO and not pool.pinned
-            if automatic and pool.resident and idle_s >= grace_s and not is_held(pool, ridden):
-                # rule 4: more than any conversation that rides on it
-                value = float(ledger.total) + pool.own_len * (1 + pool.hits) / (1.0 + idle_s)
-            if pool.uid in forlorn:
-                value = 0.0  # nobody is to have it any more
-            elif pool.lingers and not is_held(pool, ridden):
-                value = float(ledger.total)
-            lasting = not pool.lingers and (pool.pinned or (not automatic and pool.ttl_s is None))
-            ledger.residents.keep(("pool", pool.pool_id), cells, value=value, lasting=lasting)
-        for gone in self._pools - kept:
-            ledger.residents.drop(("pool", gone))
-        self._pools = kept
-        for left in self._rests - rests.keys():
-            ledger.residents.drop(("rest", left))
-        for slots, cells in rests.items():
-            ledger.residents.keep(("rest", slots), cells, value=float(ledger.total))
-        self._rests = set(rests)
 
 
 def _line(pool: PrefixPool | None) -> Iterable[Key]:

@@ -15,7 +15,8 @@ from polykv_proxy.core.accounting import attribute
 from polykv_proxy.core.cells import Cells
 from polykv_proxy.core.decisions import Command, Lease, PoolPolicy, StopRunning
 from polykv_proxy.core.experience import Experience
-from polykv_proxy.core.keeping import is_held, is_orphan, resting, riding
+from polykv_proxy.core.holdings import PoolHoldings
+from polykv_proxy.core.keeping import is_orphan, resting, riding
 from polykv_proxy.core.leases import Leases
 from polykv_proxy.core.planner import KnownEngine, PoolPlanner
 from polykv_proxy.core.rates import Progress
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from polykv_proxy.core.slots import Slot, SlotBoard
     from polykv_proxy.core.stock import SlotLook
     from polykv_proxy.core.tree import PoolTree
-    from polykv_proxy.core.types import EngineFacts, EngineSample, PoolUid, Scope, SessionId, SlotId, Tokens
+    from polykv_proxy.core.types import EngineFacts, EngineSample, Scope, SessionId, SlotId, Tokens
 
 
 class ControlPlane:
@@ -51,6 +52,7 @@ class ControlPlane:
         self.sample: EngineSample | None = None
         self.ownership: Ownership | None = None
         self.cells = Cells()
+        self._holdings = PoolHoldings()
         self.leases = Leases(
             self.cells,
             max_waiting=max_waiting,
@@ -127,6 +129,7 @@ class ControlPlane:
         if self.facts != facts:  # not by the epoch alone: an engine without the patch has none
             self._forget_residency(facts, same_model=model_identity == self._engine.model_identity)
             self.cells.meet(facts, counts=capability.shares_cells)
+            self._holdings = PoolHoldings()
         self._engine.meet(facts, capability, reason, model_identity)
         self.tree.shares_cells = capability.shares_cells
         self.leases.serving = True
@@ -168,29 +171,16 @@ class ControlPlane:
 
     def _keep_pools(self, now_ts: float) -> None:
         """The ledger learns what the pools hold."""
-        ridden: frozenset[PoolUid] = frozenset()
-        if self.sample is not None:
-            ridden = frozenset(
-                slot.pool_uid
-                for slot in self.sample.slots
-                if slot.shared_tokens > 0 and not self.board.slots[slot.slot].idle
+        if self.cells.ledger is not None:
+            self._holdings.write(
+                self.cells.ledger,
+                self.tree,
+                self.board,
+                sample=self.sample,
+                owned=self.ownership,
+                grace_s=self._policy.grace_s,
+                now_ts=now_ts,
             )
-        own = {} if self.ownership is None else self.ownership.cells
-        held = riding(self.sample)
-        forlorn = frozenset(
-            pool.uid for pool in self.tree.lingering if pool.uid is not None and not is_held(pool, held)
-        )
-        self.cells.keep_pools(self.tree, own, ridden, forlorn, self._rests(), self._policy.grace_s, now_ts)
-
-    def _rests(self) -> dict[tuple[SlotId, ...], int]:
-        """Cells of pools that are gone, by the slots that alone keep them, where these are idle."""
-        draining = () if self.ownership is None else self.ownership.draining
-        found: dict[tuple[SlotId, ...], int] = {}
-        for rest in draining:
-            alone = rest.holders == len(rest.slots) and not rest.lingers
-            if alone and all(self.board.slots[slot].idle for slot in rest.slots):
-                found[rest.slots] = found.get(rest.slots, 0) + rest.cells
-        return found
 
     def on_reclaimed(self, key: Key, now: float, *, gone: bool) -> list[Command]:
         """A resident was taken back, or would not go: then it stays until the next sample."""

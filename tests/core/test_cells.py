@@ -1,14 +1,12 @@
 """What requests, slots and pools hold of the cells."""
 
-import pytest
-
 from core.planes import SCOPE, facts, finish, pool, sample, serving
 from polykv_proxy.core.cells import Need, need_of_pool
 from polykv_proxy.core.costs import Asked
 from polykv_proxy.core.decisions import Admit, Never, Queue, Reclaim, StopRunning, WakeQueued
 from polykv_proxy.core.policies import CellPolicy
 from polykv_proxy.core.slots import Ask, Content
-from polykv_proxy.core.types import Capability, PoolUid, SlotId, SlotSample, SlotState, as_tokens
+from polykv_proxy.core.types import Capability, PoolUid, SlotId, SlotSample, SlotState
 
 CELLS = 1000
 TIGHT = CellPolicy(watermark_ratio=0.0, growth_tokens=1)
@@ -207,40 +205,13 @@ def test_several_answers_grow_at_once():
     assert at.cells.ledger.margin == 30
 
 
-# -- what is left of pools --------------------------------------------------------------------------------
-
-
-def roomy():
-    """A plane with 4,096 cells, three slots, and a pool of 3,000 on which an idle conversation rests."""
-    at = serving(cells=4096, ctx=4096, slots=3, max_pools=4)
-    at.on_sample(_look(at, 0))
-    made = pool(at, as_tokens(range(3000)), uid=7)
-    at.on_sample(_look(at, 3000))
-    lease = lease_of(ask(at, 3050, 10, 1, 2, 3, pool=made, shared=3000))
-    finish(at, lease)
-    resting = seen(0, 3050, lease=lease.lease_id, shared=3000, uid=7)
-    return at, made, resting
+# -- what was granted or given up -------------------------------------------------------------------------
 
 
 def _look(at, used, *slots):
     """A reading with all slots in it."""
     empty = (seen(number, 0) for number in range(len(slots), len(at.board.slots)))
     return sample(used=used, slots=(*slots, *empty))
-
-
-@pytest.mark.parametrize("way", ["released, lingers", "released", "evicted"])
-def test_what_is_left_of_a_pool_goes_with_the_conversation_that_rests_on_it(way):
-    """Nobody could have it otherwise: a request that fits an empty cache comes in, and the slot goes."""
-    at, made, resting = roomy()
-    if way == "evicted":
-        at.tree.evict(made)
-    else:
-        at.tree.release(made, lingers=way == "released, lingers")
-    if way != "released, lingers":
-        at.tree.retire(made.number)
-    at.on_sample(_look(at, 3050, resting))
-    lease_of(ask(at, 1500, 100, 7, 8, 9))
-    assert keys(at.cells.reclaim())[0] == ("slot", 0)
 
 
 def test_a_conversation_that_was_just_granted_its_slot_is_not_emptied():
