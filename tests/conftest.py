@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 
 import pytest
 from api.rig import Rig
+
+
+def pytest_configure():
+    """Whoever ends a run by a signal gets it ended as by the keyboard: the servers it started stop, too."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 @pytest.fixture
