@@ -11,13 +11,12 @@ import contextlib
 import gc
 import signal
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
 import structlog
 import uvloop
 
-from polykv_proxy import __version__, sampler
+from polykv_proxy import __version__
 from polykv_proxy.api.admission import AdmissionApi
 from polykv_proxy.api.advice import Advice
 from polykv_proxy.api.cache import CacheApi
@@ -31,32 +30,19 @@ from polykv_proxy.api.routes import Handlers, Routes, render_error
 from polykv_proxy.api.scrape import Scrape
 from polykv_proxy.api.status import Status
 from polykv_proxy.api.tps import TpsApi
-from polykv_proxy.core.decisions import PoolPolicy
-from polykv_proxy.core.plane import ControlPlane
-from polykv_proxy.durable.service import Durable
 from polykv_proxy.edge.inproc import InProcess
 from polykv_proxy.edge.server import Edge
 from polykv_proxy.edge.tasks import TaskSet
-from polykv_proxy.edge.upstream import Upstream
-from polykv_proxy.engine import build
-from polykv_proxy.engine.address import EngineAddress
-from polykv_proxy.engine.attached import Attached
-from polykv_proxy.engine.client import EngineClient
-from polykv_proxy.engine.launch import slot_folder, spec_from
-from polykv_proxy.engine.poolfiles import CopyLimits
-from polykv_proxy.engine.supervisor import Supervisor
-from polykv_proxy.errors import BuildError, ConfigError, EngineStartError
-from polykv_proxy.fleet import Engine, Fleet
+from polykv_proxy.errors import ConfigError, EngineStartError
+from polykv_proxy.fleet import Fleet
+from polykv_proxy.hosting import drain, prepare, stop
 from polykv_proxy.metrics import Exposition
 from polykv_proxy.policy import PolicyFile
-from polykv_proxy.pooling import Pooling
 from polykv_proxy.runtime import Runtime
 from polykv_proxy.telemetry import configure_logging
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from polykv_proxy.engine.state import EngineProcess, EngineStatus
+    from polykv_proxy.edge.upstream import Upstream
     from polykv_proxy.settings import Settings
 
 log = structlog.get_logger(__name__)
@@ -75,9 +61,6 @@ DRAIN_GRACE_S = 1.0
 
 POLICY_POLL_S = 2.0
 """Seconds between two looks at the policy file."""
-
-_OURS_TO_START = ("binary", "stock", "model", "parallel", "ctx_size", "prefill_cap", "args", "env")
-"""Settings of the engine that mean nothing for one that runs already."""
 
 
 class Proxy:
@@ -111,12 +94,12 @@ class Proxy:
         async with AsyncExitStack() as stack:
             tasks = TaskSet()
             self._policies = policies = PolicyFile(settings.policy_file)
-            starts = [
-                await _prepare(settings, number, tasks, stack, self._on_hopeless, policies=policies)
+            hosted = [
+                await prepare(settings, number, tasks, stack, self._on_hopeless, policies=policies)
                 for number in range(len(settings.fleet))
             ]
             stack.push_async_callback(tasks.cancel, 5.0)  # before what they use is closed
-            self.fleet = fleet = Fleet([start.engine for start in starts])
+            self.fleet = fleet = Fleet([each.engine for each in hosted])
 
             guard = Guard(_admin_key(settings), (*settings.allowed_hosts, settings.listen_host))
             control = ControlApi(fleet, guard, shared=settings.share_across_keys, hold_s=POOL_HOLD_S)
@@ -142,14 +125,11 @@ class Proxy:
                 journal=journal,
                 hold_s=PASS_THROUGH_HOLD_S,
             )
-            for start in starts:
-                tasks.spawn(sampler.run(start.engine.runtime.readings))
-                tasks.spawn(start.engine.pooling.tender.run())
-                tasks.spawn(start.durable.run())
-                tasks.spawn(_keep(start.process, start.engine.name))
+            for each in hosted:
+                each.begin(tasks)
             tasks.spawn(self._watch_policies())
-            stack.push_async_callback(_stop, starts)
-            stack.push_async_callback(_drain, starts, settings.durable.drain_s + DRAIN_GRACE_S)
+            stack.push_async_callback(stop, hosted)
+            stack.push_async_callback(drain, hosted, settings.durable.drain_s + DRAIN_GRACE_S)
             edge = Edge(routes.handle, render_error=render_error)
             stack.push_async_callback(edge.close, settings.drain_s)
             stack.callback(tps.close)
@@ -199,51 +179,6 @@ class Proxy:
             ) from None
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         log.info("listening", address=self.address, version=__version__)
-
-
-@dataclass(frozen=True, slots=True)
-class _Start:
-    """An engine that is about to be run."""
-
-    engine: Engine
-    process: EngineProcess
-    stop_deadline_s: float
-    durable: Durable
-
-
-async def _prepare(  # noqa: PLR0913 - what an engine is made of
-    settings: Settings,
-    number: int,
-    tasks: TaskSet,
-    stack: AsyncExitStack,
-    on_hopeless: Callable[[], None],
-    *,
-    policies: PolicyFile,
-) -> _Start:
-    """Everything that works for one engine; nothing is started yet."""
-    name, settings = settings.fleet[number].name, settings.of_engine(number)
-    runtime: Runtime
-
-    def on_state(status: EngineStatus) -> None:
-        runtime.on_engine_status(status)
-        if status.hopeless:
-            on_hopeless()
-
-    process = _process(settings, number, on_state)
-    process.prepare()
-    key = None if settings.engine.api_key is None else settings.engine.api_key.get_secret_value()
-    client = EngineClient(process.address, key)
-    await stack.enter_async_context(client)
-    plane = ControlPlane(
-        max_waiting=settings.queue.max_depth, policy=PoolPolicy(**settings.pools.model_dump()), number=number
-    )
-    runtime = Runtime(plane, client, tasks, name, copies=_copies(settings, number), policies=policies)
-    upstream = Upstream(_dial_text(process.address))
-    stack.callback(upstream.close)
-    pooling = Pooling(runtime)
-    runtime.saver = durable = _durable(settings, number, runtime, pooling)
-    engine = Engine(number, name, runtime, pooling, upstream, key, _patch(settings), durable)
-    return _Start(engine, process, settings.engine.stop_deadline_s, durable)
 
 
 def assemble(  # noqa: PLR0913 - the parts of a proxy
@@ -299,97 +234,10 @@ def assemble(  # noqa: PLR0913 - the parts of a proxy
     )
 
 
-def _copies(settings: Settings, number: int) -> CopyLimits:
-    """What is allowed for pools as slot files; the folder of an engine of somebody else's is not ours."""
-    engine = settings.engine
-    return CopyLimits(engine.max_pools, None if engine.url else slot_folder(settings, number))
-
-
-def _durable(settings: Settings, number: int, runtime: Runtime, pooling: Pooling) -> Durable:
-    """Who saves KV; an engine of somebody else's has its folder and its model somewhere else."""
-    engine = settings.engine
-    ours = engine.url is None
-    return Durable(
-        runtime,
-        pooling,
-        settings.durable,
-        folder=slot_folder(settings, number) if ours else None,
-        model=engine.model.absolute() if ours and engine.model is not None else None,
-        arguments=engine.args,
-    )
-
-
-def _patch(settings: Settings) -> str | None:
-    """Identity of the patches in an engine, if it is one that this version built."""
-    try:
-        engine = build.installed(settings.cache_path)
-    except BuildError:
-        return None
-    ours = settings.engine.url is None and settings.engine.binary == engine.binary
-    return engine.manifest.series[:12] if ours else None
-
-
-def _process(
-    settings: Settings, number: int, on_state: Callable[[EngineStatus], None]
-) -> Attached | Supervisor:
-    engine = settings.engine
-    if engine.url is not None:
-        fields = type(engine).model_fields
-        if ignored := [
-            f"engine.{name}"
-            for name in _OURS_TO_START
-            if getattr(engine, name) != fields[name].get_default(call_default_factory=True)
-        ]:
-            log.warning(
-                "settings_ignored", keys=ignored, reason="engine.url: that engine is not ours to start"
-            )
-        return Attached(EngineAddress.parse(engine.url), on_state)
-    spec = spec_from(settings, number)
-    for warning in spec.warnings:
-        log.warning("engine_argument", reason=warning)
-    return Supervisor(spec, on_state)
-
-
-async def _keep(process: EngineProcess, name: str) -> None:
-    try:
-        await process.run()
-    except Exception:
-        # nothing above would notice: requests are answered with 503 from here on
-        log.exception("engine_supervision_failed", engine=name)
-
-
-async def _drain(starts: list[_Start], within_s: float) -> None:
-    """Save the KV of all engines; each has a disk and a model of its own.
-
-    A save goes to its end whatever becomes of who wants it, so that its time is bounded from here. One that
-    is late ends with its engine, and nothing of it counts.
-    """
-    drains = [asyncio.get_running_loop().create_task(start.durable.drain()) for start in starts]
-    if not drains:
-        return
-    done, late = await asyncio.wait(drains, timeout=within_s)
-    for drain in done:
-        if not drain.cancelled() and (error := drain.exception()) is not None:
-            log.error("durable_drain_failed", reason=str(error))
-    if late:
-        log.warning("durable_drain_too_slow", engines=len(late), within_s=within_s)
-
-
-async def _stop(starts: list[_Start]) -> None:
-    """End all engines at the same time: each may need its whole deadline."""
-    async with asyncio.TaskGroup() as group:
-        for start in starts:
-            group.create_task(start.process.stop(start.stop_deadline_s))
-
-
 def _admin_key(settings: Settings) -> str | None:
     """What the control routes demand: the admin key, else the first key that an engine demands."""
     keys = (settings.admin_api_key, *(engine.api_key for engine in settings.fleet))
     return next((key.get_secret_value() for key in keys if key is not None), None)
-
-
-def _dial_text(address: EngineAddress) -> str:
-    return address.base_url if address.socket is None else f"unix:{address.socket}"
 
 
 def run(settings: Settings) -> int:

@@ -1,14 +1,11 @@
 """Claims about ``app``: the parts are joined, start in order and stop in order."""
 
 import asyncio
-import contextlib
 import gc
 import json
 import os
 import signal
 import sys
-from dataclasses import asdict
-from types import SimpleNamespace
 
 import aiohttp
 import pytest
@@ -17,10 +14,7 @@ from api.rig import CHAT, chat, until
 from fake_polykv import FakePolykv
 
 from polykv_proxy import app
-from polykv_proxy.app import GC_THRESHOLDS, Proxy, _drain, quieten_collector
-from polykv_proxy.engine import build
-from polykv_proxy.engine.build import Manifest
-from polykv_proxy.engine.source import read_series
+from polykv_proxy.app import GC_THRESHOLDS, Proxy, quieten_collector
 from polykv_proxy.errors import ConfigError, EngineStartError
 from polykv_proxy.settings import Settings, TelemetrySettings
 
@@ -47,17 +41,6 @@ async def test_a_request_finds_its_way(engine):
             assert (await answer.json())["pools"] == []
 
 
-async def test_settings_that_an_attached_engine_does_not_obey_are_named(engine):
-    """Who sets the slots of an engine that runs already would wait for them in vain."""
-    with structlog.testing.capture_logs() as logs:
-        async with Proxy(settings(engine, parallel=9, args=("-ngl", "99"))):
-            pass
-        async with Proxy(settings(engine)):
-            pass
-    (told,) = [entry for entry in logs if entry["event"] == "settings_ignored"]
-    assert told["keys"] == ["engine.parallel", "engine.args"]
-
-
 async def test_the_whole_face_is_there(engine):
     """Rates as a stream that the proxy's end ends, metrics, and status documents with members of ours."""
     async with aiohttp.ClientSession() as session:
@@ -82,22 +65,6 @@ async def test_metrics_can_be_turned_off(engine):
         await until(proxy.fleet.first.runtime.serving.is_set)
         async with session.get(f"http://{proxy.address}/metrics") as answer:
             assert await answer.text() == engine.metrics
-
-
-def test_the_patches_are_known_of_an_engine_that_we_built(tmp_path):
-    """Not of another binary, nor where none is installed."""
-    home = tmp_path / "engine" / "current"
-    (home / "bin").mkdir(parents=True)
-    ours = Settings(cache_dir=tmp_path, engine={"binary": home / "bin" / "llama-server"})
-    assert app._patch(ours) is None
-    digest = read_series().digest
-    manifest = Manifest(tag="b1", series=digest, source=None, flags="f", cmake_args=(), checked=True)
-    (home / "manifest.json").write_text(json.dumps(asdict(manifest)))
-    for name in ("llama-server", "llama-server-stock"):
-        (home / "bin" / name).touch(mode=0o755)
-    binary = build.installed(tmp_path).binary
-    assert app._patch(Settings(cache_dir=tmp_path, engine={"binary": binary})) == digest[:12]
-    assert app._patch(Settings(cache_dir=tmp_path, engine={"binary": tmp_path / "other"})) is None
 
 
 async def test_the_engines_key_guards_the_control_routes(engine):
@@ -255,27 +222,3 @@ async def test_sighup_reads_the_policies_again(engine, tmp_path):
     finally:
         process.terminate()
         await process.wait()
-
-
-@pytest.mark.parametrize("how", ["late", "left"])
-async def test_a_drain_that_does_not_end_is_left(how):
-    """After its time, and at once at the second signal: the engines are to be stopped."""
-    over, begun = asyncio.Event(), asyncio.Event()
-
-    class Stuck:
-        async def drain(self):
-            begun.set()
-            while not over.is_set():
-                with contextlib.suppress(asyncio.CancelledError):
-                    await over.wait()
-
-    start = SimpleNamespace(durable=Stuck())
-    draining = asyncio.create_task(_drain([start], 0.01 if how == "late" else 1000.0))
-    await begun.wait()
-    if how == "left":
-        draining.cancel()
-    async with asyncio.timeout(20.0):
-        await asyncio.wait([draining])
-    assert draining.cancelled() is (how == "left")
-    over.set()
-    assert await _drain([], 1.0) is None
