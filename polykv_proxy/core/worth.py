@@ -5,6 +5,9 @@ from __future__ import annotations
 ENOUGH_SHARE = 0.95
 """Of a conversation: where so much of it is on disk, the rest is computed as soon as all is written anew."""
 
+LARGEST_FILE = 16
+"""Tokens that are written to each that need not be computed, at most: a file has its pool's, too."""
+
 LARGEST_REST = 8
 """Tokens that are read for nothing to each token that need not be computed, at most."""
 
@@ -44,6 +47,22 @@ def pays(  # noqa: PLR0913 - all that counts
 def goes_on(matched: int, saved: int) -> bool:
     """Whether so many common tokens make it that conversation, not one that began alike: half of it."""
     return 2 * matched > saved
+
+
+def is_worth_a_file(*, held: int, own: int, kept: int, least: int) -> bool:
+    """Whether what a slot holds is to be written, as long as nobody asks for it.
+
+    1. What it has of its own is computed as soon as read.
+    2. Nearly all of the file would be its pool's.
+    3. Nearly all of it is on disk.
+
+    Args:
+        held: tokens of the slot.
+        own: those that are not its pool's.
+        kept: leading tokens of it that are on disk.
+        least: tokens that are worth a file.
+    """
+    return own >= least and held <= LARGEST_FILE * own and not is_kept(kept, held)
 
 
 def is_kept(kept: int, held: int) -> bool:

@@ -9,8 +9,8 @@ Rule 3: a state is restored only if that spares more than what pools hold anyway
 it; one that did not help goes.
 Rule 4: what a session saves takes the place of the state that it went on from, and of no other: who only
 begins like a state, or has another name, leaves it alone.
-Rule 5: a save makes the engine stand still for all who are answered. It is left out where nearly all of what
-the slot holds is on disk already, unless it was asked for or there is no other time.
+Rule 5: a save makes the engine stand still for all who are answered. It is left out where it would spare
+little (``core.worth``), unless it was asked for or there is no other time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import structlog
 from polykv_proxy.core.catalogue import Kind, Reason
 from polykv_proxy.core.media import has_media
 from polykv_proxy.core.types import PoolId, common_prefix
-from polykv_proxy.core.worth import goes_on, is_kept, pays
+from polykv_proxy.core.worth import goes_on, is_worth_a_file, pays
 from polykv_proxy.durable.identity import config_of
 from polykv_proxy.durable.savers import Savers
 from polykv_proxy.durable.shelf import Label
@@ -167,11 +167,12 @@ class SavedSessions:
         delivered = session.delivered
         sample = await self._runtime.client.counters()
         held = _seen(sample, slot.slot)
-        if held is None or held.tag != delivered or held.tokens - held.shared_tokens < self._min_tokens:
-            return  # what it has of its own is computed as soon as read
-        label = self._label(session)
-        if not whole and is_kept(self._kept(session, label), held.tokens):
-            session.refused, session.refused_at = delivered, monotonic()
+        if held is None or held.tag != delivered:
+            return
+        session.refused, session.refused_at = delivered, monotonic()  # unless it is, in the end
+        label, least = self._label(session), self._min_tokens
+        own, kept = held.tokens - held.shared_tokens, self._kept(session, label)
+        if own < least or not (whole or is_worth_a_file(held=held.tokens, own=own, kept=kept, least=least)):
             return
 
         async def write(name: str) -> SlotFile:
@@ -189,8 +190,6 @@ class SavedSessions:
         if entry is not None:
             session.saved, session.kept = delivered, (entry.state.file, len(entry.tokens))
             self._savers.save_as(session, entry.state.key)
-        else:
-            session.refused, session.refused_at = delivered, monotonic()
 
     def _kept(self, session: Session, label: Label) -> int:
         """Leading tokens of what a session's slot holds that are on disk, as far as is known."""

@@ -2,7 +2,7 @@
 
 import pytest
 
-from polykv_proxy.core.worth import goes_on, is_kept, pays
+from polykv_proxy.core.worth import goes_on, is_kept, is_worth_a_file, pays
 
 
 @pytest.mark.parametrize(
@@ -28,6 +28,23 @@ def test_who_has_half_of_a_state_in_common_goes_on_from_it():
     """Less is another conversation that began alike."""
     assert goes_on(51, 100)
     assert not goes_on(50, 100)
+
+
+@pytest.mark.parametrize(
+    ("values", "worth"),
+    [
+        ({}, True),
+        ({"own": 99}, False),
+        ({"held": 8000, "own": 500}, True),
+        ({"held": 8001, "own": 500}, False),
+        ({"kept": 950}, False),
+        ({"kept": 949}, True),
+    ],
+)
+def test_when_a_conversation_is_worth_a_file(values, worth):
+    """Enough of its own, also of the file, that is not there yet."""
+    fine = {"held": 1000, "own": 1000, "kept": 0, "least": 100}
+    assert is_worth_a_file(**(fine | values)) == worth
 
 
 def test_what_is_nearly_all_on_disk_is_not_written_again():

@@ -266,6 +266,23 @@ async def test_little_of_ones_own_is_not_worth_a_file(proxies):
     assert keys(rig) == []
 
 
+async def test_a_file_that_would_be_nearly_all_its_pools_is_not_written(proxies):
+    """Unless it is asked for; nobody looks at it again and again."""
+    rig = await proxies(idle_save_s=1000.0)
+    pool = await rig.pool({"prompt": "p" * 700, "pin": True})
+    body = {"prompt": "p" * 700 + "own" * 10, "pool_id": pool["pool_id"], "session_id": "a"}
+    assert (await rig.ask("/v1/completions", body)).status == 200
+    before, looks = len(rig.engine.moved("save")), []
+    counters = rig.runtime.client.counters
+    rig.runtime.client.counters = lambda: looks.append(1) or counters()
+    for _ in range(3):
+        await rig.durable.sessions.keep_idle(0.0)
+    assert len(rig.engine.moved("save")) == before
+    assert len(looks) == 1
+    closed = (await rig.ask("/polykv/sessions/a/close?keep=1", {})).json
+    assert closed["kept"] is True
+
+
 async def test_a_restore_that_does_not_help_is_seen_and_goes(proxies):
     """The engine said that it restored; the answer says otherwise."""
     rig = await proxies()
