@@ -153,6 +153,7 @@ class FakeEngine:
         slots: the answer of GET /slots.
         metrics: the answer of /metrics.
         tokens_of: how /tokenize splits text; one token a character unless replaced.
+        special: characters that are special tokens.
     """
 
     def __init__(self, *, unix: bool = False) -> None:
@@ -173,6 +174,7 @@ class FakeEngine:
         ]
         self.metrics = "# HELP llamacpp:requests_processing n\nllamacpp:requests_processing 0\n"
         self.tokens_of: Callable[[str], list[int]] = lambda text: [ord(char) for char in text]
+        self.special = ""
         self.address = ""
         self.url = ""
         self._folder = tempfile.TemporaryDirectory(prefix="fake-engine-") if unix else None
@@ -291,7 +293,13 @@ class FakeEngine:
         return await self._json(answer)
 
     async def _tokenize(self, request: web.Request) -> web.Response:
-        return await self._json({"tokens": self.tokens_of((await request.json())["content"])})
+        asked = await request.json()
+        tokens = self.tokens_of(asked["content"])
+        if not asked.get("parse_special", True):
+            tokens = [token + 1_000_000 if chr(token) in self.special else token for token in tokens]
+        if asked.get("with_pieces"):
+            return await self._json({"tokens": [{"id": token, "piece": chr(token)} for token in tokens]})
+        return await self._json({"tokens": tokens})
 
     async def _detokenize(self, request: web.Request) -> web.Response:
         return await self._json({"content": "".join(map(chr, (await request.json())["tokens"]))})

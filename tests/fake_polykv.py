@@ -265,6 +265,9 @@ class FakePolykv(FakeEngine):
         tokens = self.tokens_of(self.renders(body))
         return web.json_response({"input_tokens": len(tokens), "tokens": tokens})
 
+    async def _apply_template(self, request: web.Request) -> web.Response:
+        return web.json_response({"prompt": self.renders(await request.json())})
+
     # -- orders ------------------------------------------------------------------------------------------
 
     async def _pool(self, request: web.Request) -> web.Response:

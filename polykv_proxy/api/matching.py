@@ -11,6 +11,7 @@ import structlog
 
 from polykv_proxy.api import asked as asking
 from polykv_proxy.api.hold import done
+from polykv_proxy.api.reading import Reader
 from polykv_proxy.core.media import has_media
 from polykv_proxy.core.types import text_prefix
 from polykv_proxy.errors import EngineGoneError, PolyKVError
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from polykv_proxy.api.families import Family
     from polykv_proxy.api.hints import Hints
     from polykv_proxy.api.work import Work
-    from polykv_proxy.core.types import PoolId, Tokens
+    from polykv_proxy.core.types import PoolId, Scope, Tokens
     from polykv_proxy.pooling import Pooling
     from polykv_proxy.runtime import Runtime
 
@@ -46,6 +47,7 @@ class Matching:
         self._runtime = runtime
         self._pooling = pooling
         self._hints = hints
+        self._reader = Reader(runtime)
 
     async def use_named(self, work: Work, pool_id: PoolId) -> None:
         """Find out how far the request can ride on the pool it names; never an error for the pool's sake."""
@@ -190,18 +192,14 @@ class Matching:
     async def tokens_of(self, work: Work) -> Tokens | None:
         """The exact tokens of a request on its way; whoever needs them first asks for them, once."""
         if work.tokens is None and work.countable:
-            work.tokens = await self.tokens(work.family, work.asked)
+            work.tokens = await self.tokens(work.family, work.asked, work.scope)
             work.countable = work.tokens is not None
         return work.tokens
 
-    async def tokens(self, family: Family, asked: Asked) -> Tokens | None:
+    async def tokens(self, family: Family, asked: Asked, scope: Scope) -> Tokens | None:
         """A prompt's exact token ids; None where the engine will have to say what it made of it."""
-        client = self._runtime.client
         try:
-            if family.count_path is not None:
-                return await self._runtime.backend.prompt_tokens(family.count_path, asked.body)
-            prompt = asking.prompt_tokens(asked.prompt) if asked.prompt is not None else None
-            return await client.tokenize(prompt) if isinstance(prompt, str) else prompt
+            return await self._reader.tokens(family, asked, scope)
         except PolyKVError as error:
             # the engine will refuse the request itself, in its own words
             log.debug("prompt_not_tokenized", api=family.dialect.value, reason=error.message)

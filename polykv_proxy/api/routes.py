@@ -194,7 +194,9 @@ class Routes:
 
         async def tokenize(engine: Engine) -> Tokens | None:
             matching = self._handlers[engine.number].inference.matching
-            return await matching.tokens(family, asked) if matching.may_match(family, asked) else None
+            return (
+                await matching.tokens(family, asked, ask.scope) if matching.may_match(family, asked) else None
+            )
 
         query = head.query
         chosen = self._fleet.of_query(query) if "engine=" in query else None

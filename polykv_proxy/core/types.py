@@ -48,7 +48,7 @@ def as_tokens(ids: Iterable[int]) -> Tokens:
     return array("i", ids)
 
 
-Row = TypeVar("Row", "array[int]", str)
+Row = TypeVar("Row", "array[int]", str, bytes)
 
 
 def common_prefix(a: Row, b: Row) -> int:

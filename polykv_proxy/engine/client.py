@@ -113,10 +113,21 @@ class EngineClient:
         """What the slots of an engine without the patch have done for their tasks."""
         return _read(wire.read_stock_slots, await self.get("/slots"))
 
-    async def tokenize(self, text: str) -> Tokens:
-        """Token ids of a raw prompt, exactly as a completion would see them."""
-        body = msgspec.json.encode({"content": text, "add_special": True, "parse_special": True})
+    async def tokenize(self, text: str, *, whole: bool = True, special: bool = True) -> Tokens:
+        """Token ids of a raw prompt, exactly as a completion would see them.
+
+        Args:
+            text: the prompt.
+            whole: False for the end of one: without the tokens that every prompt gets.
+            special: False: special tokens in it are text.
+        """
+        body = msgspec.json.encode({"content": text, "add_special": whole, "parse_special": special})
         return _read(wire.read_tokens, await self._call("POST", "/tokenize", body, TOKENIZE_TIMEOUT_S))
+
+    async def pieces(self, text: str) -> list[tuple[int, str]]:
+        """Tokens of a text, with what each says; nothing for one that is no text by itself."""
+        body = msgspec.json.encode({"content": text, "parse_special": True, "with_pieces": True})
+        return _read(wire.read_pieces, await self._call("POST", "/tokenize", body, TOKENIZE_TIMEOUT_S))
 
     async def count_tokens(self, path: str, body: bytes) -> Tokens:
         """Token ids of a chat, Responses or Anthropic body; media are -1.

@@ -52,6 +52,15 @@ class _TokenList(msgspec.Struct):
     tokens: list[int]
 
 
+class _Piece(msgspec.Struct):
+    id: int
+    piece: str | list[int]
+
+
+class _Pieces(msgspec.Struct):
+    tokens: list[_Piece]
+
+
 class StockSlot(msgspec.Struct, frozen=True):
     """One slot as any engine shows it in ``GET /slots``."""
 
@@ -115,6 +124,7 @@ _props = msgspec.json.Decoder(_Props)
 _models = msgspec.json.Decoder(_Models)
 _object = msgspec.json.Decoder(dict[str, Any])
 _token_list = msgspec.json.Decoder(_TokenList)
+_pieces = msgspec.json.Decoder(_Pieces)
 _stock_slots = msgspec.json.Decoder(list[StockSlot])
 _slot_moved = msgspec.json.Decoder(_SlotMoved)
 _computed = msgspec.json.Decoder(_Computed)
@@ -161,6 +171,12 @@ def read_model_names(body: bytes) -> tuple[str, ...]:
     """``GET /v1/models``: every name of every model, in order, none twice."""
     names = [name for model in _models.decode(body).data for name in (model.id, *model.aliases)]
     return tuple(dict.fromkeys(name for name in names if name))
+
+
+def read_pieces(body: bytes) -> list[tuple[int, str]]:
+    """``{"tokens": [{"id", "piece"}]}`` of the tokenizing route; a piece that is no text is bytes there."""
+    found = _pieces.decode(body).tokens
+    return [(one.id, one.piece if isinstance(one.piece, str) else "") for one in found]
 
 
 def read_media(body: bytes) -> bool:

@@ -14,6 +14,7 @@ for name in (
     "ramp",
     "catalogue",
     "durable",
+    "reading",
 ):
     print(f"== {name}", flush=True)
     subprocess.run([sys.executable, "-m", f"tests.benchmarks.{name}"], check=True)

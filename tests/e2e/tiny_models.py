@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from gguf import GGUFReader, GGUFWriter
+from gguf import GGUFReader, GGUFWriter, TokenType
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -48,14 +48,18 @@ def _writer(
     writer.add_token_merges(merges)
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
+    _sizes(writer, _weights(VOCAB, EMBD) if embeddings is None else embeddings, context)
+    return writer
+
+
+def _sizes(writer: GGUFWriter, embeddings: Any, context: int) -> None:
     writer.add_context_length(context)
     writer.add_embedding_length(EMBD)
     writer.add_block_count(LAYERS)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_file_type(0)
-    writer.add_tensor("token_embd.weight", _weights(VOCAB, EMBD) if embeddings is None else embeddings)
+    writer.add_tensor("token_embd.weight", embeddings)
     writer.add_tensor("output_norm.weight", _ones(EMBD))
-    return writer
 
 
 def _close(writer: GGUFWriter) -> None:
@@ -115,31 +119,62 @@ def mamba(path: Path, vocabulary_of: Path) -> None:
     _close(writer)
 
 
-def llama(path: Path, vocabulary_of: Path, *, context: int = 2048) -> None:
+def llama(path: Path, vocabulary_of: Path, *, context: int = 2048, adds_bos: bool = False) -> None:
     """Llama: plain attention, thousands of tokens a second.
 
     Its weights are large, so that attention is picky and every token of a prompt shows in the answer, and in
     single precision, so that what is computed twice is the same.
     """
-    writer = _plain_attention(path, "llama", vocabulary_of, context)
+    dice = np.random.default_rng(7)  # of its own: the same model whatever was written before
+    writer = _writer(path, "llama", vocabulary_of, _wide(dice, VOCAB, EMBD) / 6, context)
+    writer.add_add_bos_token(adds_bos)
     writer.add_rope_dimension_count(16)
+    _plain_attention(writer, dice)
+    _close(writer)
+
+
+def llama_sentencepiece(path: Path) -> None:
+    """Llama with a vocabulary of sentence pieces: single letters, some words, and all bytes."""
+    words = ["▁the", "▁a", "he", "in", "▁is", "er", "us", "user", "▁▁", "\n\n", "ferry", "▁ferry"]
+    letters = ["▁", *(chr(code) for code in range(33, 127)), "\n", "\t", "é", "Ω", "日"]
+    kinds = [
+        *((token, TokenType.CONTROL) for token in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")),
+        ("<unk>", TokenType.UNKNOWN),
+        *((f"<0x{byte:02X}>", TokenType.BYTE) for byte in range(256)),
+        *((token, TokenType.NORMAL) for token in dict.fromkeys([*words, *letters])),
+    ]
+    kinds += [(f"<unused{number}>", TokenType.NORMAL) for number in range(VOCAB - len(kinds))]
+    writer = GGUFWriter(str(path), "llama")
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list([token for token, _ in kinds])
+    writer.add_token_types([kind for _, kind in kinds])
+    writer.add_token_scores([-float(at) for at in range(VOCAB)])
+    writer.add_unk_token_id(3)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_add_bos_token(True)
+    writer.add_add_space_prefix(True)
+    dice = np.random.default_rng(7)
+    _sizes(writer, _wide(dice, VOCAB, EMBD) / 6, 2048)
+    writer.add_rope_dimension_count(16)
+    _plain_attention(writer, dice)
     _close(writer)
 
 
 def qwen2vl(path: Path, vocabulary_of: Path, *, context: int = 2048) -> None:
     """Qwen 2 VL: like ``llama``, but a position has several numbers: an image takes fewer than its tokens."""
-    writer = _plain_attention(path, "qwen2vl", vocabulary_of, context)
+    dice = np.random.default_rng(7)  # of its own: the same model whatever was written before
+    writer = _writer(path, "qwen2vl", vocabulary_of, _wide(dice, VOCAB, EMBD) / 6, context)
     writer.add_rope_dimension_sections([2, 3, 3, 0])
+    _plain_attention(writer, dice)
     _close(writer)
 
 
-def _plain_attention(path: Path, architecture: str, vocabulary_of: Path, context: int) -> GGUFWriter:
-    dice = np.random.default_rng(7)  # of its own: the same model whatever was written before
+def _wide(dice: Any, *shape: int) -> Any:
+    return (dice.standard_normal(shape) * 0.3).astype(np.float32)
 
-    def wide(*shape: int) -> Any:
-        return (dice.standard_normal(shape) * 0.3).astype(np.float32)
 
-    writer = _writer(path, architecture, vocabulary_of, wide(VOCAB, EMBD) / 6, context)
+def _plain_attention(writer: GGUFWriter, dice: Any) -> None:
     writer.add_vocab_size(VOCAB)
     writer.add_feed_forward_length(128)
     writer.add_head_count(4)
@@ -147,12 +182,11 @@ def _plain_attention(path: Path, architecture: str, vocabulary_of: Path, context
     for layer in range(LAYERS):
         name = f"blk.{layer}"
         writer.add_tensor(f"{name}.attn_norm.weight", _ones(EMBD))
-        writer.add_tensor(f"{name}.attn_q.weight", wide(EMBD, EMBD))
-        writer.add_tensor(f"{name}.attn_k.weight", wide(32, EMBD))
-        writer.add_tensor(f"{name}.attn_v.weight", wide(32, EMBD))
-        writer.add_tensor(f"{name}.attn_output.weight", wide(EMBD, EMBD))
+        writer.add_tensor(f"{name}.attn_q.weight", _wide(dice, EMBD, EMBD))
+        writer.add_tensor(f"{name}.attn_k.weight", _wide(dice, 32, EMBD))
+        writer.add_tensor(f"{name}.attn_v.weight", _wide(dice, 32, EMBD))
+        writer.add_tensor(f"{name}.attn_output.weight", _wide(dice, EMBD, EMBD))
         writer.add_tensor(f"{name}.ffn_norm.weight", _ones(EMBD))
-        writer.add_tensor(f"{name}.ffn_gate.weight", wide(128, EMBD))
-        writer.add_tensor(f"{name}.ffn_up.weight", wide(128, EMBD))
-        writer.add_tensor(f"{name}.ffn_down.weight", wide(EMBD, 128))
-    return writer
+        writer.add_tensor(f"{name}.ffn_gate.weight", _wide(dice, 128, EMBD))
+        writer.add_tensor(f"{name}.ffn_up.weight", _wide(dice, 128, EMBD))
+        writer.add_tensor(f"{name}.ffn_down.weight", _wide(dice, EMBD, 128))

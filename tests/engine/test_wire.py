@@ -25,6 +25,12 @@ def test_props_tell_whether_anything_but_text_is_taken():
         assert wire.read_media(b'{"modalities":{"vision":false,"%s":true}}' % kind.encode())
 
 
+def test_pieces_that_are_no_text_say_nothing():
+    """A byte of a longer letter is a list of numbers."""
+    body = b'{"tokens":[{"id":1,"piece":"<s>"},{"id":9,"piece":[226,153]}]}'
+    assert wire.read_pieces(body) == [(1, "<s>"), (9, "")]
+
+
 def test_the_template_is_part_of_the_identity():
     """So is the file."""
     identity = wire.read_template_identity(reply("props"))

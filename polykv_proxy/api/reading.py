@@ -1,0 +1,123 @@
+"""The exact tokens of prompts, without tokenizing again what was tokenized before.
+
+1. A chat is rendered by the engine; a plain prompt is text already.
+2. What of the text was read before, for the same scope, is known in tokens up to a seam (``core.texts``).
+3. The engine tokenizes the rest.
+
+Where a body is more than that (other APIs, media), or too short to be worth it, the engine counts it in one
+step.
+The engine compares tokens itself before it reuses anything: an error here would cost speed only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import msgspec
+import structlog
+
+from polykv_proxy.api import asked as asking
+from polykv_proxy.api.families import Dialect
+from polykv_proxy.core.media import has_media
+from polykv_proxy.core.texts import Seam, Texts, choose_seam
+from polykv_proxy.errors import PolyKVError
+
+if TYPE_CHECKING:
+    from polykv_proxy.api.asked import Asked
+    from polykv_proxy.api.families import Family
+    from polykv_proxy.core.types import Scope, Tokens
+    from polykv_proxy.runtime import Runtime
+
+log = structlog.get_logger(__name__)
+
+MIN_BYTES = 16 * 1024
+"""Shorter prompts are tokenized in the time that a second question to the engine takes."""
+
+BUDGET_BYTES = 32 * 1024 * 1024
+"""Of texts and their tokens; a prompt of 32,768 tokens takes about 260 KiB."""
+
+_TURNS = ("a b", " A\n", "\tb ")
+"""Of a chat that shows a model's special tokens, with blanks beside them."""
+
+
+class Reader:
+    """Reads prompts for one engine.
+
+    Args:
+        runtime: its control plane.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._load: tuple[str, str] | None = None
+        self._texts: Texts | None = None
+        self._one = asyncio.Lock()
+
+    async def tokens(self, family: Family, asked: Asked, scope: Scope) -> Tokens | None:
+        """A prompt's exact token ids; None where the engine will have to say what it made of it.
+
+        Raises:
+            PolyKVError: the engine refuses the body, or cannot answer.
+        """
+        if family.count_path is None:
+            prompt = None if asked.prompt is None else asking.prompt_tokens(asked.prompt)
+            return await self._of_text(prompt, scope) if isinstance(prompt, str) else prompt
+        if family.dialect is not Dialect.OPENAI_CHAT or not self._is_worth_it(asked.body):
+            return await self._runtime.backend.prompt_tokens(family.count_path, asked.body)
+        return await self._of_text(await self._runtime.client.render(asked.body), scope)
+
+    def _is_worth_it(self, body: bytes) -> bool:
+        plane = self._runtime.plane
+        return (
+            len(body) >= MIN_BYTES
+            and plane.facts is not None
+            and plane.capability.has_pools
+            and not (plane.facts.media and has_media(body))
+        )
+
+    async def _of_text(self, text: str, scope: Scope) -> Tokens:
+        client = self._runtime.client
+        texts = await self._known() if len(text) >= MIN_BYTES else None
+        if texts is None:
+            return await client.tokenize(text)
+        raw = text.encode()
+        start = texts.start(scope, raw)
+        if start.offset:
+            rest = raw[start.offset :].decode()
+            tokens = start.tokens + await client.tokenize(rest, whole=False)
+        else:
+            tokens = await client.tokenize(text)
+        texts.learn(scope, raw, tokens)
+        return tokens
+
+    async def _known(self) -> Texts | None:
+        """What was read since the engine loaded its model; None: its prompts have no seams."""
+        load = (self._runtime.epoch, self._runtime.plane.model_identity)
+        async with self._one:
+            if self._load != load:
+                seam = await self._seam()
+                log.debug("prompt_seam", seam=None if seam is None else seam.text.decode())
+                self._load, self._texts = load, None if seam is None else Texts(seam, BUDGET_BYTES)
+            return self._texts
+
+    async def _seam(self) -> Seam | None:
+        """The special token that this model's prompts are divided by, if they can be read in parts."""
+        client = self._runtime.client
+        roles = ("user", "assistant")
+        chat = [{"role": roles[at % 2], "content": text} for at, text in enumerate(_TURNS)]
+        try:
+            text = await client.render(msgspec.json.encode({"messages": chat}))
+            whole, ends = await client.tokenize(text), await client.tokenize(text, whole=False)
+            added = len(whole) - len(ends)
+            plain = await client.tokenize(text, whole=False, special=False)
+            seam = choose_seam(await client.pieces(text), plain, added=added)
+            if seam is None or whole[added:] != ends:
+                return None  # a token at the end belongs to no part
+            raw = text.encode()
+            at = raw.rfind(seam.text)
+            parts = [await client.tokenize(part.decode(), whole=False) for part in (raw[:at], raw[at:])]
+        except PolyKVError as error:
+            log.debug("no_prompt_seam", reason=error.message)
+            return None
+        return seam if parts[0] + parts[1] == ends else None
