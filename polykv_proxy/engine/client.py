@@ -142,6 +142,17 @@ class EngineClient:
         answer = await self._call("POST", f"{path}?tokens=1", body, TOKENIZE_TIMEOUT_S)
         return _read(wire.read_tokens, answer)
 
+    async def media_marker(self) -> str:
+        """What stands for an image or sound in a rendered prompt; another one in each load.
+
+        Raises:
+            UnavailableError: the engine takes none.
+        """
+        marker = _read(wire.read_media_marker, await self.get("/props"))
+        if not marker:
+            raise UnavailableError("the engine takes no images or sounds", code="engine_refused")
+        return marker
+
     async def count(self, path: str, body: bytes) -> int:
         """How many tokens a body has, as the counting route of its API says; on any engine."""
         return _read(wire.read_count, await self._call("POST", path, body, TOKENIZE_TIMEOUT_S))

@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import structlog
 
+from polykv_proxy.core.media import has_media
 from polykv_proxy.core.slots import Content
-from polykv_proxy.core.types import Capability, PoolNumber, SlotId, common_prefix
+from polykv_proxy.core.types import MEDIUM, Capability, PoolNumber, SlotId, as_tokens, common_prefix
 from polykv_proxy.engine import rendering, slotfile, trial
 from polykv_proxy.engine.backend import Address
 from polykv_proxy.engine.gate import Gate
@@ -136,9 +137,16 @@ class Copies:
     # -- prompts -------------------------------------------------------------------------------------------
 
     async def prompt_tokens(self, count_path: str, body: bytes) -> Tokens | None:
-        """Rendered by the engine, and tokenized as the engine tokenizes a prompt."""
+        """Rendered by the engine, and tokenized as the engine tokenizes a prompt.
+
+        Of a chat with media no more is known than the text before the first one; all else is one position.
+        """
         if "/chat/completions/" in count_path:
-            return await self._client.tokenize(await self._client.render(body))
+            text = await self._client.render(body)
+            if not has_media(body):
+                return await self._client.tokenize(text)
+            before, _, _ = text.partition(await self._client.media_marker())
+            return await self._client.tokenize(before) + as_tokens([MEDIUM])
         chat = rendering.chat_of_responses(body) if "/responses/" in count_path else None
         if chat is None:
             return None

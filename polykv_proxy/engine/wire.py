@@ -36,6 +36,7 @@ class _Props(msgspec.Struct):
     chat_template: str = ""
     default_generation_settings: dict[str, Any] = {}
     modalities: dict[str, bool] = {}
+    media_marker: str = ""
 
 
 class _Model(msgspec.Struct):
@@ -182,6 +183,11 @@ def read_pieces(body: bytes) -> list[tuple[int, str]]:
 def read_media(body: bytes) -> bool:
     """``GET /props``: whether the engine takes anything but text."""
     return any(_props.decode(body).modalities.values())
+
+
+def read_media_marker(body: bytes) -> str:
+    """``GET /props``: what stands for a medium in a prompt's text; empty where none is taken."""
+    return _props.decode(body).media_marker if read_media(body) else ""
 
 
 def read_model_tokens(body: bytes) -> int | None:

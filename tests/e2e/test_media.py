@@ -359,6 +359,31 @@ async def _is_saved(served: Served, key: str) -> bool:
     return any(entry["key"] == key for entry in entries)
 
 
+# -- without the patch ---------------------------------------------------------------------------------------
+
+
+async def test_a_stock_engine_shares_the_text_before_an_image(
+    stock: Path, smollm: Path, tmp_path: Path, sight: Sight
+) -> None:
+    """POOL-19: as a copy. A slot file with an image cannot be a pool."""
+    env = {"POLYKV_ENGINE__BINARY": str(stock), "POLYKV_ENGINE__STOCK": "true"}
+    async with serve(tmp_path, *arguments(tmp_path, sight, smollm), env=env) as served:
+        made = await pool(served, {"messages": [RULES]})
+        cold = await ask(served, chat(*TALK, user(QUESTION, image(1)), cache_prompt=False))
+        for seed, session in ((1, "a"), (2, "b")):
+            body = chat(*TALK, user(QUESTION, image(seed)), pool_id=made["pool_id"], session_id=session)
+            answer = await ask(served, body)
+            block = answer["opencoti"]
+            assert (block["pool_match"], block["n_pool_shared"]) == (made["prefix_len"], made["prefix_len"])
+            assert (felt(answer) == pytest.approx(felt(cold), abs=TELLING)) == (seed == 1)
+        longer = [RULES, user(say("Who are you? " * 20), image(1), QUESTION)]
+        seen = await pool(served, {"messages": longer})
+        text = await pool(served, {"messages": [RULES, user(say("Who are you? " * 20), QUESTION)]})
+        assert made["prefix_len"] < seen["prefix_len"] < text["prefix_len"]
+        refused = await served.http.post("/polykv/pools", {"from_session": "a"})
+        assert (refused.status, refused.json["error"]["code"]) == (503, "slot_file")
+
+
 # -- other APIs ----------------------------------------------------------------------------------------------
 
 

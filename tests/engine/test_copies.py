@@ -317,6 +317,21 @@ async def test_idle_slots_make_room_for_a_copy(start):
     assert rig.idle == 3
 
 
+async def test_of_a_chat_with_media_the_text_before_them_is_shared(start):
+    """POOL-19: what stands for one in the rendered text is no text, though a pool has the same letters."""
+
+    def sees(engine):
+        engine.props |= {"modalities": {"vision": True}, "media_marker": "<m>"}
+        engine.renders = lambda _body: PROMPT + "<m>what is it?"
+
+    rig = await start(sees)
+    pool_id = await pool_of(rig, PROMPT + "<m>what")
+    content = [{"type": "image_url", "image_url": {"url": "data:,"}}]
+    body = {"messages": [{"role": "user", "content": content}], "pool_id": pool_id}
+    answer = await rig.ask("/v1/chat/completions", body)
+    assert answer.json["opencoti"]["pool_match"] == len(PROMPT)
+
+
 async def test_no_room_at_all_costs_speed_only(start):
     """Everybody else is at work: the request computes its prompt."""
 

@@ -22,7 +22,10 @@ def test_props_tell_whether_anything_but_text_is_taken():
     assert not wire.read_media(reply("props"))
     assert not wire.read_media(b"{}")
     for kind in ("vision", "video", "audio"):
-        assert wire.read_media(b'{"modalities":{"vision":false,"%s":true}}' % kind.encode())
+        body = b'{"media_marker":"<m>","modalities":{"vision":false,"%s":true}}' % kind.encode()
+        assert wire.read_media(body)
+        assert wire.read_media_marker(body) == "<m>"
+    assert wire.read_media_marker(reply("props")) == ""
 
 
 def test_pieces_that_are_no_text_say_nothing():
