@@ -37,6 +37,7 @@ class FakeStock(FakePolykv):
         launch_gate: requests without a slot of their own wait for it before they take one.
         whole_states: it goes on from the end of what a slot holds only, as a recurrent model does.
         window: it does not go on from more tokens than these after a restore, as with a sliding window.
+        reach: it goes back no further than that after a restore: the file has only the last window.
         clears_idle: a request that starts empties all idle slots, as with the RAM cache on.
         cells: how many there are for all slots; a restore that does not fit fails.
         loaded_adapters: LoRA adapters that it has.
@@ -52,6 +53,7 @@ class FakeStock(FakePolykv):
         self.launch_gate.set()
         self.whole_states = False
         self.window: int | None = None
+        self.reach: int | None = None
         self.clears_idle = False
         self.cells = 1 << 30
         self.loaded_adapters: list[dict[str, Any]] = []
@@ -190,6 +192,8 @@ class FakeStock(FakePolykv):
         if self.whole_states and common < len(held):
             return 0
         if self.window is not None and number in self._restored and len(held) > self.window:
+            return 0
+        if self.reach is not None and number in self._restored and common < len(held) - self.reach:
             return 0
         return common
 

@@ -1,7 +1,9 @@
 """Whether the loaded model goes on from a slot file: tried at every start, before anybody uses the engine.
 
-Longer than any sliding window of the model, continued at its end and left before its end: models whose state
-is a window or has no parts do not pass, and then nothing is saved.
+Longer than any sliding window of the model, continued at its end, left before its end and before its last
+window: models whose state is a window or has no parts do not pass, and then nothing is saved. Nor do those
+that keep all cells of a window (``--swa-full``): a file has only the last of them, so that a pool which came
+back from it could not be left further up.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ async def sings(client: EngineClient, store: Store, facts: EngineFacts, window: 
 
     try:
         partial, reason = await trial.restore_works(
-            client, name, ends, facts.ctx_tokens, length=length, on_saved=look
+            client, name, ends, facts.ctx_tokens, length=length, window=window or 0, on_saved=look
         )
     except (BadRequestError, NotFoundError, UnavailableError) as error:
         if isinstance(error, EngineGoneError) or error.code == "engine_timeout":
@@ -59,7 +61,7 @@ async def sings(client: EngineClient, store: Store, facts: EngineFacts, window: 
     if reason is not None:
         return reason
     if not partial:
-        return "the model goes on from a saved state only at its very end"
+        return "the model goes on from a saved state only near its end"
     if version != [slotfile.STATE_VERSION]:
         return (
             f"the engine writes slot files of version {version[0]}, this proxy knows {slotfile.STATE_VERSION}"

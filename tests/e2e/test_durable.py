@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from e2e.harness import serve
-from e2e.tiny_models import llama
+from e2e.tiny_models import llama, sliding_window
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -103,6 +103,32 @@ async def test_conversations_without_a_slot_come_back_from_disk(
         listing = await served.listing()
         assert listing["unattributed_cells"] == 0
         assert set(await saved(served)) <= set(prompts)
+
+
+async def test_a_model_with_a_window_is_served_without(patched: Path, smollm: Path, tmp_path: Path) -> None:
+    """DUR-4: with ``--swa-full`` pools work, but a file has only the last window: the canary notices."""
+    sliding_window(tmp_path / "w.gguf", smollm)
+    more = ("--engine-arg", "--swa-full")
+    async with serve(tmp_path, *sizes(tmp_path / "w.gguf", slots=1), *more, env=QUICK) as served:
+        told = await state(served)
+        assert (told["state"], told["reason"]) == (
+            "off",
+            "the model goes on from a saved state only near its end",
+        )
+        await tree(served)
+        before = shape(await served.listing())
+        await ask(served, "mine", text(1, 120))
+        await ask(served, "other", text(2, 120))
+        assert await saved(served) == {}
+        os.kill(served.engine_pid, signal.SIGKILL)
+        await served.until(lambda: _lost(served))
+        # its pools come back all the same, and can be left anywhere
+        half = " ".join(text(1, 260).split()[:100])
+        root = next(pool for pool in before if pool[1] is None)[0]
+        answer = await ask(served, "mine", f"{half} otherwise", pool_id=root)
+        assert answer["timings"]["cache_n"] >= len(await tokens_of(served, half)) - 2
+        assert shape(await served.listing()) == before
+        assert {event["source"] for event in served.events("pool_rebuilt")} == {"prefill"}
 
 
 async def test_a_restored_conversation_stands_on_its_pool(patched: Path, tiny: Path, tmp_path: Path) -> None:

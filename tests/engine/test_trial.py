@@ -51,6 +51,32 @@ async def test_what_was_restored_is_not_there(tried, damage):
     assert "reused 0 of 144" in reason
 
 
+@pytest.mark.parametrize("reach", [7, 8, 100])
+async def test_a_file_that_has_only_the_last_window(tried, reach):
+    """A request that leaves it before that window computes everything."""
+    assert await tried(reach=reach) == (False, None)
+
+
+@pytest.mark.parametrize(("window", "early"), [(0, 50), (64, 50), (184, 8)])
+async def test_it_is_left_before_the_window(tmp_path, window, early):
+    """Whatever that is, if the prompt is longer."""
+    seen = []
+    async with FakeStock() as engine:
+        engine.folder = tmp_path
+        async with EngineClient(EngineAddress.parse(engine.address), None) as client:
+            complete = client.complete
+
+            async def note(tokens, *more, **named):
+                answer = await complete(tokens, *more, **named)
+                seen.append(answer["timings"]["cache_n"])
+                return answer
+
+            client.complete = note
+            result = await trial.restore_works(client, "f.bin", ONE, 4096, length=200, window=window)
+    assert result == (True, None)
+    assert seen == [200, 192, early]
+
+
 async def test_what_was_saved_is_too_little(tried):
     """The engine says so itself."""
     _, reason = await tried(broken={"/slots/0": (200, b'{"n_saved":3}')})
