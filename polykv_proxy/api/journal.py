@@ -19,7 +19,6 @@ from polykv_proxy.core.divergence import (
     Divergence,
     Now,
     Outline,
-    agreement,
     diagnose,
     fell_short,
     is_related,
@@ -27,6 +26,7 @@ from polykv_proxy.core.divergence import (
 )
 from polykv_proxy.core.past import Past
 from polykv_proxy.core.records import RecordBook, RequestState
+from polykv_proxy.core.types import agreement
 from polykv_proxy.errors import PolyKVError
 
 if TYPE_CHECKING:

@@ -22,11 +22,10 @@ from polykv_proxy.core.divergence import (
     Part,
     Section,
     Then,
-    agreement,
     refined,
 )
 from polykv_proxy.core.past import Past, PastBook
-from polykv_proxy.core.types import Capability, text_prefix
+from polykv_proxy.core.types import Capability, agreement, text_prefix
 from polykv_proxy.errors import PolyKVError
 
 if TYPE_CHECKING:

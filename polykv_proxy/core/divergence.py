@@ -18,12 +18,10 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from polykv_proxy.core.types import common_prefix, text_prefix
+from polykv_proxy.core.types import common_prefix
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-
-    from polykv_proxy.core.types import Tokens
 
 SNIPPET_CHARS = 80
 """Longest text that shows a difference."""
@@ -371,24 +369,6 @@ def is_related(then: Outline, now: Outline) -> bool:
 def _spoken(outline: Outline) -> Iterable[int]:
     # by place after the system prompt, which may have become shorter or longer
     return [part.digest for part in outline.of(Section.MESSAGES)]
-
-
-def agreement(then: Tokens, now: Tokens, compared: int | None) -> int | None:
-    """Leading positions on which two prompts agree; None where that cannot be known.
-
-    Two media are not the same because both are media. Where a request went on in the slot of the other, the
-    engine has compared them.
-
-    Args:
-        then: the earlier prompt.
-        now: the later one.
-        compared: leading positions that the engine found to agree, all there are; None: it did not look.
-    """
-    common = common_prefix(then, now)
-    text = text_prefix(now[:common])
-    if text == common:
-        return common
-    return None if compared is None else min(common, max(text, compared))
 
 
 def refined(

@@ -81,6 +81,24 @@ def text_prefix(tokens: Tokens) -> int:
         return len(tokens)
 
 
+def agreement(then: Tokens, now: Tokens, compared: int | None) -> int | None:
+    """Leading positions on which two prompts agree; None where that cannot be known.
+
+    Two media are not the same because both are media. Where a request went on in the slot of the other, the
+    engine has compared them.
+
+    Args:
+        then: the earlier prompt.
+        now: the later one.
+        compared: leading positions that the engine found to agree, all there are; None: it did not look.
+    """
+    common = common_prefix(then, now)
+    text = text_prefix(now[:common])
+    if text == common:
+        return common
+    return None if compared is None else min(common, max(text, compared))
+
+
 class PoolState(StrEnum):
     """Where a pool is in its life."""
 

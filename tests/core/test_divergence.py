@@ -1,8 +1,6 @@
 """Claims about ``core.divergence``: each cause, what is told of it, and what is not."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from polykv_proxy.core.divergence import (
     SNIPPET_CHARS,
@@ -13,7 +11,6 @@ from polykv_proxy.core.divergence import (
     Part,
     Section,
     Then,
-    agreement,
     diagnose,
     fell_short,
     first_change,
@@ -21,7 +18,6 @@ from polykv_proxy.core.divergence import (
     refined,
     snippets,
 )
-from polykv_proxy.core.types import as_tokens, common_prefix
 
 
 def part(section, text, index=None, **more):
@@ -281,23 +277,3 @@ def test_tokens_that_all_agree_mean_that_the_slot_held_something_else():
     answer = Divergence(Cause.RETOKENISED, token_index=104, section=Section.MESSAGES)
     found = refined(answer, **facts)
     assert (found.cause, found.token_index, found.got_text) == (Cause.RETOKENISED, 104, "Well")
-
-
-@given(
-    st.lists(st.integers(0, 3), max_size=12),
-    st.lists(st.sampled_from([-1, 0, 1]), max_size=8),
-    st.lists(st.sampled_from([-1, 0, 1]), max_size=8),
-    st.integers(0, 20),
-)
-def test_media_agree_only_where_the_engine_says_so(text, one, other, compared):
-    """Text is compared here, whatever the engine saw; beyond it the engine's word is a bound."""
-    then, now = as_tokens(text + one), as_tokens(text + other)
-    common = common_prefix(then, now)
-    found, seen = agreement(then, now, None), agreement(then, now, compared)
-    if -1 not in now[:common]:
-        assert found == seen == common
-        return
-    assert found is None
-    first = now.index(-1)
-    assert first <= seen <= common
-    assert seen in (first, compared, common)

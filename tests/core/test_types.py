@@ -11,6 +11,7 @@ from polykv_proxy.core.types import (
     SlotId,
     SlotSample,
     SlotState,
+    agreement,
     as_tokens,
     common_prefix,
     text_prefix,
@@ -85,3 +86,23 @@ def test_text_ends_at_the_first_medium():
     assert text_prefix(as_tokens([-1, 1])) == 0
     assert text_prefix(as_tokens([1, 2])) == 2
     assert text_prefix(as_tokens([])) == 0
+
+
+@given(
+    st.lists(st.integers(0, 3), max_size=12),
+    st.lists(st.sampled_from([-1, 0, 1]), max_size=8),
+    st.lists(st.sampled_from([-1, 0, 1]), max_size=8),
+    st.integers(0, 20),
+)
+def test_media_agree_only_where_the_engine_says_so(text, one, other, compared):
+    """Text is compared here, whatever the engine saw; beyond it the engine's word is a bound."""
+    then, now = as_tokens(text + one), as_tokens(text + other)
+    common = common_prefix(then, now)
+    found, seen = agreement(then, now, None), agreement(then, now, compared)
+    if -1 not in now[:common]:
+        assert found == seen == common
+        return
+    assert found is None
+    first = now.index(-1)
+    assert first <= seen <= common
+    assert seen in (first, compared, common)
