@@ -118,8 +118,9 @@ class QueueSettings(_Section):
     """How requests wait for a slot."""
 
     max_wait_s: Seconds = 600.0
-    """Longest wait in seconds for the engine and a free slot; then 503 while there is no engine, else 429,
-    both with Retry-After."""
+    """Longest wait in seconds for the engine and a free slot, all waits of a request together; then 503 while
+    there is no engine, else 429, both with Retry-After. What is done for a request in its slot is no wait.
+    0: whoever finds no free slot is refused."""
 
     max_depth: int = Field(default=1024, ge=0)
     """Requests that may wait at once; one more is refused with 429. 0: nobody waits."""

@@ -2,11 +2,15 @@
 
 A refusal within the grace time is a real status. Once a stream's head went out the status is spent, and
 a refusal becomes the last event of the stream, in the form of its API.
+
+Only waits in line use up the time that a request may wait, however often it has to: neither the upload of its
+body does nor what is done for it once it has a slot.
 """
 
 from __future__ import annotations
 
 import asyncio
+from math import inf
 from time import monotonic
 from typing import TYPE_CHECKING, TypeVar
 
@@ -39,7 +43,7 @@ class Hold:
         family: its API.
         stream: whether its answer is a stream, so that comments can be sent.
         settings: how long.
-        expired: makes the error for a wait that took too long.
+        expired: makes the error for waits in line that took too long together.
     """
 
     def __init__(
@@ -56,27 +60,45 @@ class Hold:
         self._exchange = exchange
         self._family = family
         self._stream = stream
-        self._grace_at = exchange.arrived_at + settings.hold_grace_s
-        self._expires_at = exchange.arrived_at + settings.max_wait_s
+        self._grace_at = monotonic() + settings.hold_grace_s
+        self._left_s = settings.max_wait_s
         self._keepalive_s = settings.keepalive_s
         self._expired = expired
 
     async def until(self, wait: Callable[[float], Awaitable[T | None]]) -> T:
-        """Wait until ``wait`` yields something.
+        """Wait until ``wait`` yields something: for what has an end of its own.
 
         Args:
             wait: waits up to so many seconds; None when there is nothing yet.
         """
+        return await self._wait(wait, inf)
+
+    async def in_line(self, wait: Callable[[float], Awaitable[T | None]]) -> T:
+        """Wait for what others have, for no longer than is left of the request's time.
+
+        Args:
+            wait: see ``until``.
+
+        Raises:
+            PolyKVError: what ``expired`` makes; the time is used up.
+        """
+        since = monotonic()
+        try:
+            return await self._wait(wait, since + self._left_s)
+        finally:
+            self._left_s -= monotonic() - since
+
+    async def _wait(self, wait: Callable[[float], Awaitable[T | None]], expires_at: float) -> T:
         while True:
             now = monotonic()
             pause = (
                 self._keepalive_s if self.opened else (self._grace_at if self._stream else now + 60.0) - now
             )
-            got = await wait(max(0.0, min(pause, self._expires_at - now)))
+            got = await wait(max(0.0, min(pause, expires_at - now)))
             if got is not None:
                 return got
             now = monotonic()
-            if now >= self._expires_at:
+            if now >= expires_at:
                 raise self._expired()
             if self.opened:
                 await self._exchange.write(KEEPALIVE)

@@ -142,7 +142,7 @@ class Inference:
         while True:
             if work.family.pooled and not saver.is_settled:
                 with self._runtime.line.held():
-                    await work.hold.until(saver.settled)
+                    await work.hold.in_line(saver.settled)
             if asked.pool_id is not None and asked.cache and work.family.pooled:
                 await self.matching.use_named(work, PoolId(asked.pool_id))
             if await self._attempt(work, await self._sized(work, ask)):
@@ -161,7 +161,7 @@ class Inference:
         pending = runtime.line.request(ask, conversation=work.family.pooled)
         clock = work.clock = asyncio.timeout(None)
         try:
-            work.lease = pending.lease or await work.hold.until(pending.wait)
+            work.lease = pending.lease or await work.hold.in_line(pending.wait)
             assert work.lease is not None
             if work.family.pooled and not runtime.saver.is_settled:
                 return False

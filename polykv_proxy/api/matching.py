@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from time import monotonic
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import structlog
 
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from polykv_proxy.runtime import Runtime
 
 log = structlog.get_logger(__name__)
+
+T = TypeVar("T")
 
 MAX_LOOKS = 8
 """Times a request looks for somebody to share with before it runs on what there is."""
@@ -54,13 +56,12 @@ class Matching:
         plane = self._runtime.plane
         if not plane.serving:
             with self._runtime.line.held():
-                await work.hold.until(self._serving)
+                await work.hold.in_line(self._serving)
         pool = plane.pools.find(pool_id, work.scope)
         if pool is None and plane.tree.get(pool_id) is not None:
             log.info("pool_of_another_key", pool_id=pool_id)
         if pool is not None and pool.comes_back:
-            going = self._runtime.background(self._pooling.revive(pool))
-            pool = (await work.hold.until(done(going)))[0]
+            pool = await _in_time(work, self._runtime.background(self._pooling.revive(pool)))
         if pool is None or not pool.resident or not plane.capability.has_pools:
             work.pool_unknown = True
             return
@@ -121,7 +122,7 @@ class Matching:
             own = len(tokens) - matched
             share = self._pooling.share_from(slot, common, own_tokens=own, since=since)
             going = self._runtime.background(share)
-            if not (await work.hold.until(done(going)))[0]:
+            if not await _in_time(work, going):
                 break  # 2: it was not to be
         work.plan = plane.pools.match(tokens, work.scope, now_ts=self._runtime.now_ts())  # 3
 
@@ -204,3 +205,12 @@ class Matching:
             # the engine will refuse the request itself, in its own words
             log.debug("prompt_not_tokenized", api=family.dialect.value, reason=error.message)
             return None
+
+
+async def _in_time(work: Work, going: asyncio.Future[T]) -> T | None:
+    """What others compute for a request; None: that takes longer than it may wait, and it goes on without."""
+    try:
+        return (await work.hold.in_line(done(going)))[0]
+    except PolyKVError as error:
+        log.info("not_waited_for", reason=error.message)
+        return None

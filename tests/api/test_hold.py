@@ -7,6 +7,8 @@ import pytest
 from fake_engine import Script
 
 from api.rig import CHAT, SYSTEM, chat, until
+from polykv_proxy.core.decisions import StopRunning
+from polykv_proxy.core.types import SlotId
 
 APIS = {
     "/completion": {"prompt": "x"},
@@ -139,6 +141,93 @@ async def test_a_stream_may_open_before_there_is_an_engine(proxies):
         await rig.up()
         rest = await answer.content.read()
     assert b'"code":"shared_prefix_too_long"' in rest
+    await rig.quiet()
+
+
+# -- what is no wait in line -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", APIS)
+async def test_nobody_waits_for_a_slot_that_is_free(proxies, path, stream):
+    """With no time at all to wait in line, a request that finds a slot runs."""
+    rig = await proxies(slots=2, queue={"max_wait_s": 0.0})
+    assert (await rig.ask(path, APIS[path] | {"stream": stream})).status == 200
+    await rig.quiet()
+
+
+async def test_a_body_that_comes_slowly_uses_up_no_time(proxies):
+    """The time that a request may wait is not that of its upload."""
+    rig, running = await occupied(proxies, max_wait_s=0.3)
+    body = json.dumps(chat("slow")).encode()
+
+    async def slowly():
+        yield body[:10]
+        await asyncio.sleep(0.4)
+        yield body[10:]
+
+    asking = asyncio.ensure_future(rig.session.post(rig.url + CHAT, data=slowly()))
+    await until(lambda: rig.waiting == 1)
+    rig.engine.gate.set()
+    assert (await asking).status == (await running).status == 200
+    await rig.quiet()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_is_done_in_a_slot_uses_up_no_time(proxies, stream):
+    """It has its slot, and is kept alive until that may be used; then it runs."""
+    rig = await proxies(slots=1, queue=PATIENT | {"max_wait_s": 0.05})
+    async with rig.runtime.still(SlotId(0)):
+        asking = rig.start(CHAT, chat("hi", stream=stream))
+        await until(lambda: rig.idle == 0)
+        await asyncio.sleep(0.2)  # several times what it may wait in line
+        assert not asking.done()
+    answer = await asking
+    assert answer.status == 200
+    assert "error" not in answer.body.decode()
+    await rig.quiet()
+
+
+async def test_who_starts_over_has_the_time_left_that_he_did_not_wait(proxies):
+    """It ran for longer than it may wait; stopped for its cells, it gets a slot again."""
+    rig = await proxies(slots=1, queue={"max_wait_s": 1.0})
+    rig.engine.gate.clear()
+    asking = rig.start(CHAT, chat("a"))
+    await until(lambda: rig.engine.running == 1)
+    await asyncio.sleep(1.2)
+    (lease,) = rig.runtime.plane.leases
+    rig.runtime._perform([StopRunning(lease.lease_id)])
+    await until(lambda: len(rig.engine.work) == 2)
+    rig.engine.gate.set()
+    assert (await asking).status == 200
+    await rig.quiet()
+
+
+async def test_waits_in_line_add_up(proxies):
+    """For the engine, then for a slot: together no longer than a request may wait."""
+    rig, running = await occupied(proxies, hold_grace_s=30.0, max_wait_s=0.4)
+    rig.down()
+    asking = rig.start(CHAT, chat("hi", pool_id="p"))
+    await until(lambda: rig.runtime.plane.leases.waiting == 1)
+    await asyncio.sleep(0.2)
+    await rig.up()
+    answer = await asking
+    assert (answer.status, answer.error["code"]) == (429, "queue_timeout")
+    rig.engine.gate.set()
+    await running
+    await rig.quiet()
+
+
+async def test_a_pool_that_takes_too_long_to_come_back_is_done_without(proxies):
+    """Its request waits no longer than for a slot, and is not refused for the pool's sake."""
+    rig = await proxies(slots=2, queue={"max_wait_s": 0.1})
+    made = await rig.pool()
+    await rig.ask(f"/polykv/pools/{made['pool_id']}/evict", {})
+    rig.engine.pool_gate.clear()
+    answer = await rig.ask(CHAT, chat("hi", pool_id=made["pool_id"]))
+    assert answer.status == 200
+    assert answer.json["opencoti"]["pool_unknown"]
+    rig.engine.pool_gate.set()
     await rig.quiet()
 
 
