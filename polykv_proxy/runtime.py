@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
     from polykv_proxy.core.plane import ControlPlane
     from polykv_proxy.core.residents import Key
-    from polykv_proxy.core.types import LeaseId
+    from polykv_proxy.core.types import LeaseId, Scope, SessionId
     from polykv_proxy.edge.tasks import TaskSet
     from polykv_proxy.engine.backend import Backend
     from polykv_proxy.engine.client import EngineClient
@@ -276,6 +276,12 @@ class Runtime:
     def returned(self, lease: Lease) -> None:
         """Give back what was borrowed."""
         self._perform(self.plane.leases.returned(lease, monotonic()))
+
+    def end_session(self, session_id: SessionId, scope: Scope | None) -> SlotId | None:
+        """A conversation is over; see ``ControlPlane.end_session``."""
+        slot, commands = self.plane.end_session(session_id, scope, monotonic())
+        self._perform(commands)
+        return slot
 
     @contextlib.asynccontextmanager
     async def still(self, slot: SlotId) -> AsyncIterator[None]:

@@ -134,8 +134,8 @@ class Leases:
             conversation: whether it belongs to a session (computing a pool does not).
         """
         for session in self.sessions.expire(now):
-            if session.slot is not None:
-                self.board.forget(session.slot)
+            if session.slot is not None and not self.board.is_leaving(session.slot):
+                self.board.forget(session.slot)  # else its client may come again for it
         if self.serving and not self._in_line:
             lease = self._grant(ask, now, now_ts, conversation=conversation)
             if lease is not None:
@@ -262,6 +262,9 @@ class Leases:
         self._cells.over(lease, kept=content is not Content.NOTHING, untouched=content is Content.OLD)
         came_back = [key for key, ticket in self._waiting.items() if self.board.awaits(ticket.ask)]
         for index, number in enumerate(lease.slots):
+            before = self.board.slots[number].before[0]
+            if before is not None and before.closed:
+                self.board.forget_before(number)
             self.board.free(number, now, content if index == 0 else Content.NOTHING, keep_s=keep_s)
         for key in came_back:
             if self.board.held_links(self._waiting[key].ask):
@@ -351,6 +354,12 @@ class Leases:
             session = self.sessions.begin(ask.scope, ask.name, now_ts)
         self.sessions.touch(session, now)
         return session
+
+    def left_in(self, slot: SlotId) -> LeaseId | None:
+        """The request in a slot that its client left, while the engine may still be at it."""
+        number = self.board.slots[slot].lease
+        lease = None if number is None else self._running.get(number)
+        return number if lease is not None and lease.ended else None
 
     def session_of(self, ask: Ask) -> Session | None:
         """The session that a request would go on with if it got its slots now."""

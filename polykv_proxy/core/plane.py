@@ -226,8 +226,12 @@ class ControlPlane:
         if not lease.ended:
             self.board.slots[lease.slots[0]].tokens = tokens
 
-    def end_session(self, session_id: SessionId, scope: Scope | None) -> SlotId | None:
+    def end_session(
+        self, session_id: SessionId, scope: Scope | None, now: float
+    ) -> tuple[SlotId | None, list[Command]]:
         """It is over; returns the slot that held it, which belongs to no conversation any more.
+
+        Who waited for that slot to go on with it waits no more.
 
         Raises:
             NotFoundError, ConflictError: see ``idle_session``.
@@ -237,7 +241,7 @@ class ControlPlane:
         slot = session.slot
         if slot is not None:
             self.board.forget(slot)
-        return slot
+        return slot, self.leases.serve_waiting(now)
 
     def orphans(self) -> list[PrefixPool]:
         """Pools that are pinned for nobody; see ``keeping.is_orphan``."""

@@ -49,6 +49,8 @@ class Session:
     moves_to: PoolId | None = None
     """The pool that its next request attaches to if it names none."""
     running: bool = False
+    closed: bool = False
+    """Whether somebody said that it is over: then nobody goes on from what it left, wherever that is."""
     turns: int = 0
     last_seen: float = 0.0
     ttft_s: float | None = None
@@ -204,7 +206,8 @@ class SessionBook:
         return resident
 
     def end(self, session: Session) -> None:
-        """It is over, whatever holds it."""
+        """Somebody says that it is over, whatever holds it."""
+        session.closed = True
         if self.holds(session):
             self._forget(session)
 

@@ -220,6 +220,10 @@ class SlotBoard:
         if session is not None:
             session.slot, session.taken = first.slot, False
 
+    def is_leaving(self, number: SlotId) -> bool:
+        """Whether the engine is being stopped in a slot, for the client of its request left."""
+        return number in self._leaving
+
     def leave(self, number: SlotId) -> None:
         """The client of the request in a slot left; it is free once the engine is done."""
         self._leaving.add(number)
@@ -318,9 +322,7 @@ class SlotBoard:
         self.slots[number].before = (None, ())
 
     def forget(self, number: SlotId) -> None:
-        """The slot holds nothing of use any more; no effect while its request is being stopped (rule 4)."""
-        if number in self._leaving:
-            return
+        """The slot holds nothing of use any more."""
         slot = self.slots[number]
         if slot.session is not None and slot.session.slot == number:
             slot.session.slot = None

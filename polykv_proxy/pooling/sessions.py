@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ from polykv_proxy.errors import ConflictError, PolyKVError
 
 if TYPE_CHECKING:
     from polykv_proxy.core.pools import PrefixPool
-    from polykv_proxy.core.types import Scope, SessionId
+    from polykv_proxy.core.types import Scope, SessionId, SlotId
     from polykv_proxy.pooling.materialize import Materializer
     from polykv_proxy.pooling.room import Room
     from polykv_proxy.runtime import Runtime
@@ -41,8 +42,8 @@ class Sessions:
     ) -> tuple[int, bool]:
         """End a session.
 
-        Returns the cells that only it held, 0 if somebody else got its slot first, and whether its state
-        stays on disk.
+        Returns the cells that only it held, 0 if somebody else got its slot first or the engine is still at
+        a request that its client left, and whether its state stays on disk.
 
         Args:
             session_id: which.
@@ -54,11 +55,14 @@ class Sessions:
             ConflictError: it runs.
         """
         kept = await self._runtime.saver.on_close(self._plane.sessions.idle(session_id, scope), keep=keep)
-        slot = self._plane.end_session(session_id, scope)
+        slot = self._runtime.end_session(session_id, scope)
         self._runtime.gatekeeper.gate.on_close(session_id, monotonic())
         self._runtime.gatekeeper.wake()
         log.info("session_closed", session_id=session_id)
         if slot is None:
+            return 0, kept
+        if (left := self._plane.leases.left_in(slot)) is not None:
+            self._runtime.after_idle[left] = partial(self._erase, slot, self._runtime.epoch)
             return 0, kept
         try:  # to the end whoever leaves; whoever gets the slot first overwrites what is in it
             freed = await asyncio.shield(self._runtime.background(self._room.empty(slot)))
@@ -66,6 +70,16 @@ class Sessions:
             log.info("slot_not_emptied", slot=slot, reason=error.message)
             freed = 0
         return freed or 0, kept
+
+    async def _erase(self, slot: SlotId, epoch: str) -> None:
+        """Take from a slot what a request left there whose session was closed; nobody has it yet."""
+        if self._runtime.epoch != epoch or not self._plane.serving:
+            return
+        try:
+            await self._runtime.client.erase_slot(slot)
+            self._runtime.backend.forget((slot,))
+        except PolyKVError as error:
+            log.info("slot_not_emptied", slot=slot, reason=error.message)
 
     async def migrate(self, session_id: SessionId, scope: Scope | None, pool: PrefixPool) -> int:
         """Let a session's next request attach to another pool; returns the cells that it gave up.

@@ -135,8 +135,13 @@ class LeasesAgainstModel:
         return same and links > 1 and ask.chain[:links] == earlier.chain
 
     def leaving_now(self):
-        """Leases whose owners left, and whose requests the engine is stopping."""
-        return [lease for lease in self.leaving if self.of_epoch[lease.lease_id] == self.epoch]
+        """Leases whose owners left and may come again, and whose requests the engine is stopping."""
+        return [
+            lease
+            for lease in self.leaving
+            if self.of_epoch[lease.lease_id] == self.epoch
+            and not (lease.session is not None and lease.session.closed)
+        ]
 
     def live(self):
         """Leases that hold slots of the present engine."""
@@ -246,9 +251,10 @@ class LeasesAgainstModel:
             return
         first, ask = lease.slots[0], self.asks[lease.lease_id]
         was = self.displaced[lease.lease_id]
-        if content is Content.NEW and ask.chain:
+        closed = lease.session is not None and lease.session.closed
+        if content is Content.NEW and ask.chain and not closed:
             self.left[first] = (ask.scope, ask.name, ask.chain, lease.session)
-        if content is Content.OLD and was is not None and was[3].slot in (None, first):
+        if content is Content.OLD and was is not None and was[3].slot in (None, first) and not was[3].closed:
             self.left[first] = was  # else it is somewhere else by now
 
     def finish(self):
@@ -333,9 +339,9 @@ class LeasesAgainstModel:
         if idle:
             self.done["ended"] += 1
             session = self.some(idle)
-            slot = self.plane.end_session(session.session_id, None)
-            if not any(slot in lease.slots for lease in self.leaving_now()):
-                self.left.pop(slot, None)
+            slot, commands = self.plane.end_session(session.session_id, None, self.now)
+            self.left.pop(slot, None)
+            self.obey(commands)
 
     def take_back(self):
         """What has to go for those who run is gone, or would not go."""

@@ -130,6 +130,33 @@ def test_giving_up_twice_changes_nothing():
     assert plane.leases.on_gave_up(first, 3.0) == []
 
 
+@pytest.mark.parametrize("content", Content)
+def test_a_session_that_ends_while_its_request_is_stopped_leaves_nothing(content):
+    """Nobody goes on from what its slot held, before or after that request."""
+    plane = serving(slots=2)
+    session = turn(plane, 1, 2, name="a")
+    stopped = left(plane, 1, 2, 3, name="a")
+    again = request(plane, 1, 2, 3, name="a").ticket
+    assert plane.end_session(session.session_id, SCOPE, 3.0) == (0, [WakeQueued(again)])
+    assert again.lease.slots == (1,)
+    assert plane.leases.left_in(SlotId(0)) == stopped.lease_id
+    plane.leases.on_slots_idle(stopped, 4.0, content)
+    third = admitted(plane, 1, 2, 3, 4, name="a")
+    assert not third.continues
+    assert session not in (again.lease.session, third.session)
+
+
+def test_a_session_that_ends_while_another_has_its_slot_does_not_come_back():
+    """The other one was never sent: its slot holds what it held, but that belongs to nobody."""
+    plane = serving(slots=1)
+    session = turn(plane, 1, 2, name="a")
+    other = admitted(plane, 7, 8, name="b")
+    assert plane.end_session(session.session_id, SCOPE, 2.0) == (None, [])
+    finish(plane, other, content=Content.OLD)
+    assert plane.board.slots[0].session is None
+    assert not admitted(plane, 1, 2, 3, name="a").continues
+
+
 # -- leases -----------------------------------------------------------------------------------------------
 
 
@@ -404,12 +431,13 @@ def test_a_retry_that_waits_is_in_nobodys_way():
     assert plane.leases.on_slots_idle(first, 3.0, Content.NEW) == [WakeQueued(again.ticket)]
 
 
-def test_a_retry_waits_for_its_slot_though_its_session_ended():
+def test_a_retry_waits_for_its_slot_though_its_session_was_forgotten(monkeypatch):
     """It goes on where it was computed, as a new session; else it would wait beside an idle slot."""
+    monkeypatch.setattr(sessions_module, "MAX_SESSIONS", 0)
     plane = serving(slots=2)
     first = left(plane, 1, 2, name="a")
     again = request(plane, 1, 2, name="a")
-    plane.end_session(first.session.session_id, SCOPE)
+    assert list(plane.sessions) == []
     assert plane.leases.on_slots_idle(first, 3.0, Content.NEW) == [WakeQueued(again.ticket)]
     lease = again.ticket.lease
     assert (lease.slots, lease.continues) == (first.slots, True)

@@ -2,6 +2,7 @@
 
 import pytest
 from api.rig import CHAT, chat, until
+from fake_engine import Script
 from pooling.steps import SCOPE, create, every_cell_has_its_owner, ids, talked
 
 from polykv_proxy.core.types import as_tokens
@@ -42,6 +43,26 @@ async def test_a_running_session_is_neither_closed_nor_moved(rig):
         assert caught.value.code == "session_running"
     rig.engine.gate.set()
     assert (await task).status == 200
+
+
+async def test_a_session_that_is_closed_while_its_request_is_stopped_is_closed(rig):
+    """Its client left just before: what was computed is given up, and nobody goes on from it."""
+    rig.engine.script = Script(tokens=100, token_delay_s=5.0)
+    body = {"prompt": ids((1, 40), (2, 10)), "session_id": ME, "stream": True}
+    async with rig.open("/completion", body) as answer:
+        await answer.content.readany()
+        (session,) = rig.runtime.plane.sessions
+        rig.engine.broken["/polykv/engine/counters"] = (503, b"{}")  # nobody sees that it is over
+    await until(lambda: not session.running)
+    assert rig.idle == 1
+    assert await rig.pooling.sessions.close(ME, SCOPE) == (0, False)
+    rig.engine.broken.clear()
+    await rig.quiet()
+    assert rig.engine.used == 0
+    assert all((slot.session, slot.chain) == (None, ()) for slot in rig.runtime.plane.board)
+    rig.engine.script = Script()
+    answer = await rig.ask("/completion", body | {"stream": False})
+    assert answer.json["timings"]["cache_n"] == 0
 
 
 @pytest.mark.parametrize("name", [{"session_id": ME}, {}])
