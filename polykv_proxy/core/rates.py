@@ -6,6 +6,8 @@ Rule 2: the clock of an answer runs from its first token to its last, whatever s
 answers it stands still.
 Rule 3: tokens are those that the engine accepted. How many come at once, and how often anybody looks,
 changes nothing.
+Between two looks tokens come one by one, each as long after the last as the others, unless somebody looked
+meanwhile and saw none: then they come in groups, with at least such a pause between them.
 Rule 4: what is not known yet is None and takes part in no mean.
 Rule 5: totals never fall. Counters that do belong to another load of the model, and start a new count.
 """
@@ -34,9 +36,8 @@ WARM_S = 2.0
 """Tokens or seconds of decoding after which a rate is shown."""
 
 PAUSE_GAPS = 1.5
-"""A pause shorter than so many of the gaps in which tokens come, one or several at once, is how they come; a
-longer one slows the rate down while it lasts. Without that, whoever looks during a stall would see the speed
-before it."""
+"""A pause shorter than so many of the usual gaps (rule 3) is how tokens come; a longer one slows the rate
+down while it lasts. Without that, whoever looks during a stall would see the speed before it."""
 
 STALE_S = 3.0
 """Age in seconds from which a reading says nothing about the present."""
@@ -45,7 +46,7 @@ STALE_S = 3.0
 class DecodeRate:
     """How fast tokens come to one reader, over all its answers."""
 
-    __slots__ = ("_gaps", "_held", "_pause", "_seconds", "_seen_seconds", "_seen_tokens", "_tokens")
+    __slots__ = ("_gap", "_gaps", "_held", "_pause", "_seconds", "_seen_seconds", "_seen_tokens", "_tokens")
 
     def __init__(self) -> None:
         self._tokens = 0.0
@@ -53,6 +54,7 @@ class DecodeRate:
         self._gaps = 0.0
         self._held = 0
         self._pause = 0.0
+        self._gap = 0.0
         self._seen_tokens = 0
         self._seen_seconds = 0.0
 
@@ -69,11 +71,20 @@ class DecodeRate:
         kept, weight = _ageing(tokens, seconds)
         self._tokens = self._tokens * kept + tokens * weight
         self._seconds = self._seconds * kept + seconds * weight
-        self._gaps = self._gaps * kept + weight
+        gaps = tokens if self._gap <= 0.0 else min(float(tokens), max(1.0, seconds / self._gap))
+        self._gaps = self._gaps * kept + gaps * weight
+        self._gap = 0.0
 
-    def pause(self, seconds: float) -> None:
-        """No token came for so long; forgotten with the next one, which brings its whole time along."""
+    def pause(self, seconds: float, *, seen: bool = True) -> None:
+        """No token came for so long; forgotten with the next one, which brings its whole time along.
+
+        Args:
+            seconds: since the last one; 0: none is waited for.
+            seen: whether somebody looked; else tokens may have come, and nobody knows.
+        """
         self._pause = max(0.0, seconds)
+        if seen:
+            self._gap = max(self._gap, seconds) if seconds > 0.0 else 0.0
 
     @property
     def warm(self) -> bool:
@@ -260,7 +271,7 @@ class RateBook:
         clock_s = self._window[-1][0] + now - self.taken_at
         for slot in self._decoding():
             if slot.rate is not None and self._settled.get(slot.last.slot) != slot.last.tag:
-                slot.rate.pause(clock_s - slot.last.last_token_at)
+                slot.rate.pause(clock_s - slot.last.last_token_at, seen=False)
 
     def _slide(self, clock_s: float) -> None:
         """Keep the readings of the last ``WINDOW_S`` seconds, and the last one before."""

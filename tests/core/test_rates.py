@@ -120,6 +120,49 @@ def test_a_pause_slows_the_rate_down_while_it_lasts(tps, pause):
     assert shown(rate) == before
 
 
+@given(st.floats(0.0, 10.0), speeds)
+def test_a_stall_shows_however_rarely_anybody_looked_before(pause, tps):
+    """The same tokens, seen one by one, several at a time, or all at one look: the same is known of them."""
+    looks = {1: [], 25: [], 500: []}
+    for together in looks:
+        rate = DecodeRate()
+        for _ in range(500 // together):
+            rate.add(together, together / tps)
+        rate.pause(pause)
+        looks[together] = shown(rate)
+    assert looks[25] == pytest.approx(looks[1], rel=1e-6)
+    assert looks[500] == pytest.approx(looks[1], rel=1e-6)
+    if pause > 2.0 / tps:
+        assert looks[1] < tps
+
+
+def test_groups_that_come_with_pauses_are_no_stall():
+    """Who looked in between saw none come: that is how they come, and a longer pause is not."""
+    rate = DecodeRate()
+    for _ in range(8):
+        for tenth in range(1, 10):
+            rate.pause(tenth / 10.0)
+            assert rate.tps in (None, pytest.approx(6.0))
+        rate.add(6, 1.0)
+    rate.pause(2.0)
+    assert shown(rate) < 5.0
+    rate.pause(0.0)
+    assert shown(rate) == pytest.approx(6.0)
+
+
+def test_a_silence_does_not_tell_how_tokens_come():
+    """Nobody saw that none came: after it, a stall shows as it did before."""
+    rate, other = DecodeRate(), DecodeRate()
+    for each in (rate, other):
+        each.add(100, 1.0)
+    rate.pause(0.9, seen=False)
+    assert shown(rate) < 100.0
+    for each in (rate, other):
+        each.add(100, 1.0)
+        each.pause(0.5)
+    assert rate.tps == other.tps < 100.0
+
+
 def test_a_pause_is_not_counted_twice():
     """The token that ends it brings its whole time; what was shown meanwhile leaves no trace."""
     seen, unseen = DecodeRate(), DecodeRate()
