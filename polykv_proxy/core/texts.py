@@ -12,6 +12,7 @@ Rule 3: all that is remembered takes no more than a budget of bytes; what was of
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -50,13 +51,14 @@ class Seam:
 class _Known:
     text: bytes
     tokens: Tokens
-    at_bytes: list[int]
+    at_bytes: array[int]
     """Where its seams are in the text."""
-    at_tokens: list[int]
+    at_tokens: array[int]
 
     @property
     def cost(self) -> int:
-        return len(self.text) + len(self.tokens) * self.tokens.itemsize + OVERHEAD_BYTES
+        arrays = (self.tokens, self.at_bytes, self.at_tokens)
+        return len(self.text) + sum(len(each) * each.itemsize for each in arrays) + OVERHEAD_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +116,9 @@ class Texts:
 
     def learn(self, scope: Scope, text: bytes, tokens: Tokens) -> None:
         """Remember a prompt; it takes the place of one that it goes on from."""
-        at_bytes = _occurrences(text, self.seam.text)
+        if len(text) > self.budget_bytes:
+            return
+        at_bytes = array("q", _occurrences(text, self.seam.text))
         at_tokens = self._seams(tokens)
         if len(at_bytes) != len(at_tokens):  # rule 2
             return
@@ -146,11 +150,11 @@ class Texts:
                 best, length = (number, common), common
         return best
 
-    def _seams(self, tokens: Tokens) -> list[int]:
+    def _seams(self, tokens: Tokens) -> array[int]:
         raw, width = tokens.tobytes(), tokens.itemsize
         wanted = as_tokens([self.seam.token]).tobytes()
         found = _occurrences(raw, wanted, overlapping=True)
-        return [at // width for at in found if at % width == 0 and at >= self.seam.added * width]
+        return array("i", [at // width for at in found if at % width == 0 and at >= self.seam.added * width])
 
     def _use(self, scope: Scope, number: int) -> None:
         self._ages.move_to_end(number)

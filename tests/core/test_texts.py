@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tracemalloc
 
 import pytest
 from hypothesis import given, settings
@@ -66,6 +67,24 @@ def test_a_prompt_read_in_parts_is_the_prompt_read_whole(chats, bos, data):
 def turn(number: int) -> str:
     """A message that is longer than the margin."""
     return f"{START}user\nThis is turn {number}. {'It goes on and on. ' * 5}{END}\n"
+
+
+def test_the_budget_is_what_it_takes_in_memory():
+    """Also of texts that are little more than seams, each of which is remembered."""
+    budget = 2 << 20
+    texts = Texts(Seam(b"<e>", 2), budget)
+    tracemalloc.start()
+    try:
+        for number in range(8):
+            raw = b"%06d" % number + b"<e>" * 30_000
+            texts.learn(ME, raw, as_tokens([9] * 6 + [2] * 30_000))
+            del raw
+        taken, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(texts) > 1
+    assert taken <= budget
+    assert taken <= 1.01 * texts.used_bytes
 
 
 def test_a_turn_more_costs_a_turn():
