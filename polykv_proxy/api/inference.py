@@ -114,6 +114,7 @@ class Inference:
             expired=self._waited_too_long,
         )
         work = Work(exchange, family, asked, ask.scope, hold, entry, tokens=tokens)
+        work.model = self._runtime.plane.model_identity
         try:
             await self._run(work, ask)
         except PolyKVError as error:

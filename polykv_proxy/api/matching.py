@@ -159,6 +159,7 @@ class Matching:
         assert work.lease is not None
         if work.lease.ended:
             raise EngineGoneError("the engine was restarted")
+        self._forget_other_model(work)
         plane, tokens = self._runtime.plane, work.tokens
         if tokens is not None:
             plane.on_prompt(work.lease, tokens)
@@ -192,10 +193,17 @@ class Matching:
 
     async def tokens_of(self, work: Work) -> Tokens | None:
         """The exact tokens of a request on its way; whoever needs them first asks for them, once."""
+        self._forget_other_model(work)
         if work.tokens is None and work.countable:
             work.tokens = await self.tokens(work.family, work.asked, work.scope)
             work.countable = work.tokens is not None
         return work.tokens
+
+    def _forget_other_model(self, work: Work) -> None:
+        """What a prompt was for the model before says nothing about this one."""
+        model = self._runtime.plane.model_identity
+        if work.model != model:
+            work.model, work.tokens, work.countable, work.boundary = model, None, True, 0
 
     async def tokens(self, family: Family, asked: Asked, scope: Scope) -> Tokens | None:
         """A prompt's exact token ids; None where the engine will have to say what it made of it."""

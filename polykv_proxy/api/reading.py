@@ -11,7 +11,6 @@ The engine compares tokens itself before it reuses anything: an error here would
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -21,7 +20,7 @@ from polykv_proxy.api import asked as asking
 from polykv_proxy.api.families import Dialect
 from polykv_proxy.core.media import has_media
 from polykv_proxy.core.texts import Seam, Texts, choose_seam
-from polykv_proxy.errors import PolyKVError
+from polykv_proxy.errors import BadRequestError, NotFoundError, PolyKVError
 
 if TYPE_CHECKING:
     from polykv_proxy.api.asked import Asked
@@ -36,6 +35,9 @@ MIN_BYTES = 16 * 1024
 
 BUDGET_BYTES = 32 * 1024 * 1024
 """Of texts and their tokens; a prompt of 32,768 tokens takes about 260 KiB."""
+
+_FINAL = (BadRequestError, NotFoundError)
+"""What an engine that cannot show its prompts answers, however often it is asked."""
 
 _TURNS = ("a b", " A\n", "\tb ")
 """Of a chat that shows a model's special tokens, with blanks beside them."""
@@ -52,14 +54,27 @@ class Reader:
         self._runtime = runtime
         self._load: tuple[str, str] | None = None
         self._texts: Texts | None = None
-        self._one = asyncio.Lock()
+        self._looking = False
+        """Whether somebody finds out about the seam."""
 
     async def tokens(self, family: Family, asked: Asked, scope: Scope) -> Tokens | None:
         """A prompt's exact token ids; None where the engine will have to say what it made of it.
 
+        What was read while the model changed is of neither.
+
         Raises:
             PolyKVError: the engine refuses the body, or cannot answer.
         """
+        load = self._now
+        tokens = await self._read(family, asked, scope)
+        return tokens if self._now == load else None
+
+    @property
+    def _now(self) -> tuple[str, str]:
+        """The engine's load, and what it has loaded."""
+        return self._runtime.epoch, self._runtime.plane.model_identity
+
+    async def _read(self, family: Family, asked: Asked, scope: Scope) -> Tokens | None:
         if family.count_path is None:
             prompt = None if asked.prompt is None else asking.prompt_tokens(asked.prompt)
             return await self._of_text(prompt, scope) if isinstance(prompt, str) else prompt
@@ -92,32 +107,46 @@ class Reader:
         return tokens
 
     async def _known(self) -> Texts | None:
-        """What was read since the engine loaded its model; None: its prompts have no seams."""
-        load = (self._runtime.epoch, self._runtime.plane.model_identity)
-        async with self._one:
-            if self._load != load:
-                seam = await self._seam()
-                log.debug("prompt_seam", seam=None if seam is None else seam.text.decode())
-                self._load, self._texts = load, None if seam is None else Texts(seam, BUDGET_BYTES)
+        """What was read since the engine loaded its model; None: read whole.
+
+        That is so where the model's prompts have no seams, and while somebody finds out about them.
+        """
+        load = self._now
+        if self._load == load:
             return self._texts
+        if self._looking:
+            return None
+        self._looking = True
+        try:
+            seam = await self._seam()
+        except PolyKVError as error:
+            log.debug("no_prompt_seam", reason=error.message)
+            if not isinstance(error, _FINAL) and error.code != "engine_protocol":
+                return None  # it was busy, or is gone: the next prompt asks again
+            seam = None
+        finally:
+            self._looking = False
+        log.debug("prompt_seam", seam=None if seam is None else seam.text.decode())
+        self._load, self._texts = load, None if seam is None else Texts(seam, BUDGET_BYTES)
+        return self._texts
 
     async def _seam(self) -> Seam | None:
-        """The special token that this model's prompts are divided by, if they can be read in parts."""
+        """The special token that this model's prompts are divided by, if they can be read in parts.
+
+        Raises:
+            PolyKVError: the engine refuses to show it, or cannot answer.
+        """
         client = self._runtime.client
         roles = ("user", "assistant")
         chat = [{"role": roles[at % 2], "content": text} for at, text in enumerate(_TURNS)]
-        try:
-            text = await client.render(msgspec.json.encode({"messages": chat}))
-            whole, ends = await client.tokenize(text), await client.tokenize(text, whole=False)
-            added = len(whole) - len(ends)
-            plain = await client.tokenize(text, whole=False, special=False)
-            seam = choose_seam(await client.pieces(text), plain, added=added)
-            if seam is None or whole[added:] != ends:
-                return None  # a token at the end belongs to no part
-            raw = text.encode()
-            at = raw.rfind(seam.text)
-            parts = [await client.tokenize(part.decode(), whole=False) for part in (raw[:at], raw[at:])]
-        except PolyKVError as error:
-            log.debug("no_prompt_seam", reason=error.message)
-            return None
+        text = await client.render(msgspec.json.encode({"messages": chat}))
+        whole, ends = await client.tokenize(text), await client.tokenize(text, whole=False)
+        added = len(whole) - len(ends)
+        plain = await client.tokenize(text, whole=False, special=False)
+        seam = choose_seam(await client.pieces(text), plain, added=added)
+        if seam is None or whole[added:] != ends:
+            return None  # a token at the end belongs to no part
+        raw = text.encode()
+        at = raw.rfind(seam.text)
+        parts = [await client.tokenize(part.decode(), whole=False) for part in (raw[:at], raw[at:])]
         return seam if parts[0] + parts[1] == ends else None

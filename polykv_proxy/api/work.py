@@ -33,6 +33,8 @@ class Work:
     plan: AttachPlan | None = None
     tokens: Tokens | None = None
     """Exact tokens of the prompt, where they were asked for."""
+    model: str = ""
+    """What they are tokens of."""
     countable: bool = True
     """Whether the engine may still be asked for them: what it could not count once, it will refuse itself."""
     pool_unknown: bool = False
