@@ -117,6 +117,7 @@ class Matching:
             matched = 0 if found is None else found.matched
             leader = plane.shareable(tokens, lease, matched, work.boundary)
             if leader is None:
+                plane.on_prompt(lease, tokens)  # from now on others share with it; it is sent later
                 break
             slot, common = leader
             own = len(tokens) - matched

@@ -222,7 +222,7 @@ class ControlPlane:
     # -- what slots hold ---------------------------------------------------------------------------------
 
     def on_prompt(self, lease: Lease, tokens: Tokens) -> None:
-        """The exact tokens of a request that is about to run."""
+        """The exact tokens that a request is going to compute, or has attached; others may share with it."""
         if not lease.ended:
             self.board.slots[lease.slots[0]].tokens = tokens
 

@@ -250,6 +250,27 @@ async def test_a_first_wave_computes_the_common_part_once(proxies):
     await rig.quiet()
 
 
+async def test_a_wave_that_comes_at_once_has_one_leader(proxies, monkeypatch):
+    """Whoever finds nobody to share with leads at once, whatever has to happen yet before it is sent."""
+    rig = await proxies(slots=4)
+    saver, sent = rig.runtime.saver, asyncio.Event()
+    before = saver.before_request
+
+    async def slow(*args):
+        await sent.wait()
+        await before(*args)
+
+    monkeypatch.setattr(saver, "before_request", slow)
+    wave = [rig.start("/completion", body) for body in (LEADER, *FOLLOWERS)]
+    await until(lambda: rig.pooling.sharing.waiting == 1 and rig.idle == 1)
+    await asyncio.sleep(0.05)
+    sent.set()
+    answers = [await task for task in wave]
+    shared = [answer.json["opencoti"]["n_pool_shared"] for answer in answers]
+    assert sorted(shared, key=str) == [len(LONG), len(LONG), None]
+    await rig.quiet()
+
+
 async def test_a_leader_that_leaves_holds_nobody_up(proxies):
     """Those who waited carry on; one of them does the work."""
     rig, leader = await led(proxies)
