@@ -11,11 +11,11 @@ import contextlib
 from time import monotonic
 from typing import TYPE_CHECKING
 
-from polykv_proxy.core.decisions import Admit, Lease, Never, Queue, Reject, Ticket
+from polykv_proxy.core.decisions import Admit, Lease, Never, Place, Queue, Reject, Ticket
 from polykv_proxy.errors import NoRoomError, SaturatedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from polykv_proxy.core.decisions import Command
     from polykv_proxy.core.plane import ControlPlane
@@ -74,15 +74,15 @@ class Line:
         self._now_ts = now_ts
         self._waiters: dict[int, Pending] = {}
 
-    def request(self, ask: Ask, *, conversation: bool = True) -> Pending:
-        """Ask for slots.
+    def request(self, ask: Ask, *, conversation: bool = True, place: Place | None = None) -> Pending:
+        """Ask for slots, from a place in line where it was held.
 
         Raises:
             SaturatedError: too many wait already.
             NoRoomError: it can never fit the cells.
         """
         decision = self._plane.leases.on_request(
-            ask, monotonic(), now_ts=self._now_ts(), conversation=conversation
+            ask, monotonic(), now_ts=self._now_ts(), conversation=conversation, place=place
         )
         match decision:
             case Admit(lease):
@@ -102,20 +102,25 @@ class Line:
                 self._metrics.on_admission("rejected")
                 raise _no_room(never)
 
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """A request waits here before it asks for slots; it counts as one of those who wait.
+    def hold(self, place: Place | None) -> Place:
+        """A request is to wait before it asks for slots; it counts as one of those who wait.
+
+        Args:
+            place: where it waited before, if it did.
 
         Raises:
             SaturatedError: too many wait already.
         """
-        if (full := self._plane.leases.on_held()) is not None:
+        held = self._plane.leases.on_held(place)
+        if isinstance(held, Reject):
             self._metrics.on_admission("rejected")
-            raise SaturatedError(full.message, code=full.code, retry_after_s=2)
-        try:
-            yield
-        finally:
-            self._plane.leases.on_let_go()
+            raise SaturatedError(held.message, code=held.code, retry_after_s=2)
+        return held
+
+    def let_go(self, place: Place | None) -> None:
+        """It waits there no more, if it did."""
+        if place is not None:
+            self._plane.leases.on_let_go(place)
 
     def gave_up(self, ticket: Ticket) -> None:
         """See ``Pending.give_up``."""

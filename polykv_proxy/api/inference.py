@@ -139,16 +139,19 @@ class Inference:
             visit.leave(work.cells)
 
     async def _serve(self, work: Work, ask: Ask) -> None:
-        asked, saver = work.asked, self._runtime.saver
-        while True:
-            if work.family.pooled and not saver.is_settled:
-                with self._runtime.line.held():
+        asked, saver, line = work.asked, self._runtime.saver, self._runtime.line
+        try:
+            while True:
+                if work.family.pooled and not saver.is_settled:
+                    work.place = line.hold(work.place)
                     await work.hold.in_line(saver.settled)
-            if asked.pool_id is not None and asked.cache and work.family.pooled:
-                await self.matching.use_named(work, PoolId(asked.pool_id))
-            if await self._attempt(work, await self._sized(work, ask)):
-                break
-            work.start_over()
+                if asked.pool_id is not None and asked.cache and work.family.pooled:
+                    await self.matching.use_named(work, PoolId(asked.pool_id))
+                if await self._attempt(work, await self._sized(work, ask)):
+                    break
+                work.start_over()
+        finally:
+            line.let_go(work.place)
 
     async def _attempt(self, work: Work, ask: Ask) -> bool:
         """Run it once; False where it has to start over, and its client got nothing of it.
@@ -159,7 +162,7 @@ class Inference:
             NoRoomError: it was stopped later than that.
         """
         runtime = self._runtime
-        pending = runtime.line.request(ask, conversation=work.family.pooled)
+        pending = runtime.line.request(ask, conversation=work.family.pooled, place=work.place)
         clock = work.clock = asyncio.timeout(None)
         try:
             work.lease = pending.lease or await work.hold.in_line(pending.wait)

@@ -55,8 +55,8 @@ class Matching:
         """Find out how far the request can ride on the pool it names; never an error for the pool's sake."""
         plane = self._runtime.plane
         if not plane.serving:
-            with self._runtime.line.held():
-                await work.hold.in_line(self._serving)
+            work.place = self._runtime.line.hold(work.place)
+            await work.hold.in_line(self._serving)
         pool = plane.pools.find(pool_id, work.scope)
         if pool is None and plane.tree.get(pool_id) is not None:
             log.info("pool_of_another_key", pool_id=pool_id)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from polykv_proxy.api.families import Family
     from polykv_proxy.api.hold import Hold
     from polykv_proxy.api.journal import Entry
-    from polykv_proxy.core.decisions import AttachPlan, Lease
+    from polykv_proxy.core.decisions import AttachPlan, Lease, Place
     from polykv_proxy.core.types import Scope, Tokens
     from polykv_proxy.edge.exchange import Exchange
     from polykv_proxy.gatekeeper import Visit
@@ -40,6 +40,8 @@ class Work:
     pool_unknown: bool = False
     unpooled: str | None = None
     """Why it does not ride on a pool that it named and that is there."""
+    place: Place | None = None
+    """Its place in line, where it had to wait before it could ask for slots."""
     lease: Lease | None = None
     content: Content = Content.OLD
     """What its slot holds, as far as it came."""

@@ -42,6 +42,16 @@ class Lease:
 
 
 @dataclass(slots=True, eq=False)
+class Place:
+    """A place in line of a request that does not ask for slots yet."""
+
+    number: int
+    """Counts arrivals."""
+    held: bool = True
+    """Whether it is still there to be taken."""
+
+
+@dataclass(slots=True, eq=False)
 class Ticket:
     """A request that waits for slots."""
 
@@ -49,6 +59,8 @@ class Ticket:
     conversation: bool
     since: float
     since_ts: float
+    number: int
+    """Counts arrivals: who has a lower one is served first."""
     lease: Lease | None = None
     never: Never | None = None
     """It can never be served, and waits no more."""

@@ -21,6 +21,7 @@ from polykv_proxy.core.decisions import (
     Decision,
     Lease,
     Never,
+    Place,
     Queue,
     Reject,
     Ticket,
@@ -70,7 +71,8 @@ class Leases:
         self.serving = False
         self._waiting: OrderedDict[int, Ticket] = OrderedDict()
         self._held = 0
-        """Requests that wait for the engine, or for pools that come back, before they ask for slots."""
+        """Places of requests that wait for the engine or its pools before they ask for slots."""
+        self._arrivals = 0
         self._running: dict[LeaseId, Lease] = {}
         self._next_lease = 1
 
@@ -96,30 +98,45 @@ class Leases:
         """Requests that wait for slots, or before that for the engine and its pools."""
         return len(self._waiting) + self._held
 
-    @property
-    def _in_line(self) -> bool:
-        """Whether somebody waits for whatever slot comes; who waits for a certain one is in nobody's way."""
-        return any(not self.board.awaits(ticket.ask) for ticket in self._waiting.values())
+    def _is_behind(self, number: int) -> bool:
+        """Whether somebody before it waits for any slot; who waits for a certain one is in nobody's way."""
+        return any(
+            ticket.number < number and not self.board.awaits(ticket.ask) for ticket in self._waiting.values()
+        )
 
-    def on_held(self) -> Reject | None:
+    def on_held(self, place: Place | None = None) -> Place | Reject:
         """A request is to wait before it asks for slots: it takes a place in line, if there is one.
 
-        Told of its end by ``on_let_go``.
-        """
-        full = self._full()
-        self._held += full is None
-        return full
+        It keeps it until it asks for slots with it, or is told to leave by ``on_let_go``.
 
-    def on_let_go(self) -> None:
-        """It waits there no more."""
-        self._held -= 1
+        Args:
+            place: one that it had before, which is its own again.
+        """
+        if place is None:
+            if (full := self._full()) is not None:
+                return full
+            place = Place(self._arrive(), held=False)
+        self._held += not place.held
+        place.held = True
+        return place
+
+    def on_let_go(self, place: Place) -> None:
+        """It waits there no more; no effect the second time."""
+        self._held -= place.held
+        place.held = False
+
+    def _arrive(self) -> int:
+        self._arrivals += 1
+        return self._arrivals
 
     def _full(self) -> Reject | None:
         if self.waiting < self._max_waiting:
             return None
         return Reject("queue_full", f"{self.waiting} requests are waiting already")
 
-    def on_request(self, ask: Ask, now: float, *, now_ts: float, conversation: bool = True) -> Decision:
+    def on_request(
+        self, ask: Ask, now: float, *, now_ts: float, conversation: bool = True, place: Place | None = None
+    ) -> Decision:
         """A request wants slots.
 
         1. The engine serves, nobody waits, slots are idle and its cells are there: admit.
@@ -132,20 +149,27 @@ class Leases:
             now: monotonic seconds.
             now_ts: epoch seconds, for the session's record.
             conversation: whether it belongs to a session (computing a pool does not).
+            place: in line, where it waited before it asked; those who came later do not pass.
         """
         for session in self.sessions.expire(now):
             if session.slot is not None and not self.board.is_leaving(session.slot):
                 self.board.forget(session.slot)  # else its client may come again for it
-        if self.serving and not self._in_line:
+        admitted = place is not None and place.held
+        number = self._arrive() if place is None else place.number
+        if place is not None:
+            self.on_let_go(place)
+        if self.serving and not self._is_behind(number):
             lease = self._grant(ask, now, now_ts, conversation=conversation)
             if lease is not None:
                 return Admit(lease)  # 1
         if (never := self._never(ask, now)) is not None:
             return never  # 2
-        if (full := self._full()) is not None:
+        if not admitted and (full := self._full()) is not None:
             return full  # 3
-        ticket = Ticket(ask, conversation, now, now_ts)
+        ticket = Ticket(ask, conversation, now, now_ts, number)
         self._waiting[id(ticket)] = ticket
+        for key in [key for key, other in self._waiting.items() if other.number > number]:
+            self._waiting.move_to_end(key)
         return Queue(ticket)  # 4
 
     def _never(self, ask: Ask, now: float) -> Never | None:
@@ -269,6 +293,7 @@ class Leases:
         for key in came_back:
             if self.board.held_links(self._waiting[key].ask):
                 self._waiting.move_to_end(key, last=False)  # whose client left it, and waits for it
+                self._waiting[key].number = 0
                 break
         return [*self.serve_waiting(now), *self._cells.reclaim()]
 

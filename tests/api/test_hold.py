@@ -231,6 +231,33 @@ async def test_a_pool_that_takes_too_long_to_come_back_is_done_without(proxies):
     await rig.quiet()
 
 
+async def test_who_waited_for_the_engine_keeps_his_place(proxies, monkeypatch):
+    """His prompt is read when it is there; who comes meanwhile finds the line full, not he."""
+    rig = await proxies(slots=1, queue={"max_depth": 1})
+    made = await rig.pool()
+    rig.down()
+    mine = rig.start(CHAT, chat("mine", pool_id=made["pool_id"]))
+    await until(lambda: rig.runtime.plane.leases.waiting == 1)
+    read, count = asyncio.Event(), type(rig.runtime.backend).prompt_tokens
+
+    async def slowly(self, *args):
+        await read.wait()
+        return await count(self, *args)
+
+    monkeypatch.setattr(type(rig.runtime.backend), "prompt_tokens", slowly)
+    await rig.up()
+    rig.engine.gate.clear()
+    running = rig.start("/completion", {"prompt": "x", "cache_prompt": False})
+    await until(lambda: rig.engine.running == 1)
+    refused = await rig.ask("/completion", {"prompt": "y", "cache_prompt": False})
+    assert refused.error["code"] == "queue_full"
+    read.set()
+    await until(lambda: rig.waiting == 1)
+    rig.engine.gate.set()
+    assert (await mine).status == (await running).status == 200
+    await rig.quiet()
+
+
 # -- refusals with a status -------------------------------------------------------------------------------
 
 

@@ -37,10 +37,10 @@ def serving(*, max_waiting=10, **options):
     return plane
 
 
-def request(plane, *chain, name=None, now=1.0, conversation=True, scope=SCOPE, **options):
+def request(plane, *chain, name=None, now=1.0, conversation=True, scope=SCOPE, place=None, **options):
     """A request."""
     ask = Ask(scope=scope, name=name, chain=chain, **options)
-    return plane.leases.on_request(ask, now, now_ts=1000.0 + now, conversation=conversation)
+    return plane.leases.on_request(ask, now, now_ts=1000.0 + now, conversation=conversation, place=place)
 
 
 def admitted(plane, *chain, **options):

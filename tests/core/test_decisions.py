@@ -9,7 +9,7 @@ from polykv_proxy.core.slots import Ask
 from polykv_proxy.core.types import LeaseId, Scope, SlotId
 
 LEASE = Lease(LeaseId(1), (SlotId(0),), None, continues=False, granted_at=0.0)
-TICKET = Ticket(Ask(scope=Scope("")), conversation=True, since=0.0, since_ts=0.0)
+TICKET = Ticket(Ask(scope=Scope("")), conversation=True, since=0.0, since_ts=0.0, number=1)
 
 
 @pytest.mark.parametrize(

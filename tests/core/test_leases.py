@@ -26,6 +26,7 @@ from polykv_proxy.core import sessions as sessions_module
 from polykv_proxy.core.cells import Need
 from polykv_proxy.core.costs import Asked
 from polykv_proxy.core.decisions import (
+    Admit,
     AttachPlan,
     AwaitIdle,
     Queue,
@@ -69,14 +70,53 @@ def test_who_waits_before_the_line_has_a_place_in_it():
     """Both are bounded together; who is let go makes room."""
     plane = serving(slots=1, max_waiting=2)
     admitted(plane)
-    assert plane.leases.on_held() is None
+    place = plane.leases.on_held()
     assert isinstance(request(plane), Queue)
     assert plane.leases.waiting == 2
     for refused in (plane.leases.on_held(), request(plane)):
         assert isinstance(refused, Reject)
         assert refused.code == "queue_full"
-    plane.leases.on_let_go()
+    for _ in range(2):
+        plane.leases.on_let_go(place)
+    assert plane.leases.waiting == 1
     assert isinstance(request(plane), Queue)
+    assert isinstance(request(plane), Reject)
+
+
+def test_who_waited_before_the_line_asks_from_his_place_in_it():
+    """However many came meanwhile: he is not refused, and those who came later are served later."""
+    plane = serving(slots=1, max_waiting=3)
+    running, place = admitted(plane), plane.leases.on_held()
+    others = [request(plane).ticket, request(plane).ticket]
+    mine = request(plane, place=place).ticket
+    assert isinstance(request(plane), Reject)
+    for ticket in (mine, *others):
+        assert finish(plane, running) == [WakeQueued(ticket)]
+        running = ticket.lease
+    assert plane.leases.waiting == 0
+
+
+def test_who_waited_before_the_line_does_not_wait_behind_those_who_came_later():
+    """The first of them needs all slots, and holds back only those behind it."""
+    plane = serving(slots=2)
+    place = plane.leases.on_held()
+    admitted(plane)
+    assert isinstance(request(plane, exclusive=True), Queue)
+    assert isinstance(request(plane), Queue)
+    assert isinstance(request(plane, place=place), Admit)
+
+
+def test_a_place_that_was_given_up_is_taken_again():
+    """Who had slots and has to wait before the line once more is nobody's newcomer."""
+    plane = serving(slots=1, max_waiting=1)
+    place = plane.leases.on_held()
+    lease = request(plane, place=place).lease
+    later = request(plane).ticket
+    assert plane.leases.on_held(place) is place
+    assert plane.leases.waiting == 2
+    mine = request(plane, place=place).ticket
+    assert finish(plane, lease) == [WakeQueued(mine)]
+    assert finish(plane, mine.lease) == [WakeQueued(later)]
 
 
 def test_those_who_wait_are_served_in_order():
