@@ -91,6 +91,7 @@ class Copies:
         self._last_task = -1
         self._partial = True
         self._ctx_tokens = 0
+        self._media = False
 
     # -- can it be done ------------------------------------------------------------------------------------
 
@@ -111,7 +112,7 @@ class Copies:
             The facts, completed by what was found out; and what went wrong, or None.
         """
         self.files.tidy()
-        self._ctx_tokens = facts.ctx_tokens
+        self._ctx_tokens, self._media = facts.ctx_tokens, facts.media
         name = self.files.name(PoolNumber(0))
         try:
             if await self._client.adapters():
@@ -143,9 +144,11 @@ class Copies:
         """
         if "/chat/completions/" in count_path:
             text = await self._client.render(body)
-            if not has_media(body):
+            if not (self._media and has_media(body)):
                 return await self._client.tokenize(text)
-            before, _, _ = text.partition(await self._client.media_marker())
+            before, medium, _ = text.partition(await self._client.media_marker())
+            if not medium:  # it was in what a tool is told to expect, or the like
+                return await self._client.tokenize(text)
             return await self._client.tokenize(before) + as_tokens([MEDIUM])
         chat = rendering.chat_of_responses(body) if "/responses/" in count_path else None
         if chat is None:

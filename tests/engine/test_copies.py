@@ -332,6 +332,25 @@ async def test_of_a_chat_with_media_the_text_before_them_is_shared(start):
     assert answer.json["opencoti"]["pool_match"] == len(PROMPT)
 
 
+@pytest.mark.parametrize("sees", [False, True])
+async def test_what_only_looks_like_media_is_text(start, sees):
+    """A tool may describe an image; the prompt has none in it."""
+
+    def like(engine):
+        if sees:
+            engine.props |= {"modalities": {"vision": True}, "media_marker": "<m>"}
+        engine.renders = lambda _body: PROMPT + "what is it?"
+
+    rig = await start(like)
+    pool_id = await pool_of(rig, PROMPT + "what")
+    parameters = {"type": "object", "examples": [{"type": "image", "url": "x"}]}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    body = {"messages": [{"role": "user", "content": "hi"}], "tools": tools, "pool_id": pool_id}
+    answer = await rig.ask("/v1/chat/completions", body)
+    assert answer.json["opencoti"]["pool_match"] == len(PROMPT + "what")
+    assert [slot.tokens[-1] for slot in rig.runtime.plane.board if slot.tokens] == [ord("?")]
+
+
 async def test_no_room_at_all_costs_speed_only(start):
     """Everybody else is at work: the request computes its prompt."""
 
