@@ -50,6 +50,8 @@ class ControlPlane:
         self._engine = KnownEngine()
         self.pools = PoolPlanner(self._engine, self._policy)
         self.sample: EngineSample | None = None
+        self._seen_ts = 0.0
+        """Epoch seconds of that."""
         self.ownership: Ownership | None = None
         self.cells = Cells()
         self._holdings = PoolHoldings()
@@ -57,7 +59,7 @@ class ControlPlane:
             self.cells,
             max_waiting=max_waiting,
             prefix=f"auto-{number}-" if number else "auto-",
-            on_computed=lambda: self._keep_pools(0.0),
+            on_computed=lambda: self._keep_pools(self._seen_ts),
             retry_hold_s=self._policy.retry_hold_s,
         )
         self.experience = Experience()
@@ -155,7 +157,7 @@ class ControlPlane:
         """
         if self.facts is None or sample.epoch != self.facts.epoch:
             return []
-        self.sample = sample
+        self.sample, self._seen_ts = sample, now_ts
         for slot in self.board.lost(sample):
             self.leases.on_emptied(slot.slot)
         self.ownership = attribute(self.tree.nodes(), sample)

@@ -6,7 +6,7 @@ from polykv_proxy.core.costs import Asked
 from polykv_proxy.core.decisions import Admit, Never, Queue, Reclaim, StopRunning, WakeQueued
 from polykv_proxy.core.policies import CellPolicy
 from polykv_proxy.core.slots import Ask, Content
-from polykv_proxy.core.types import Capability, PoolUid, SlotId, SlotSample, SlotState
+from polykv_proxy.core.types import Capability, PoolOrigin, PoolUid, SlotId, SlotSample, SlotState, as_tokens
 
 CELLS = 1000
 TIGHT = CellPolicy(watermark_ratio=0.0, growth_tokens=1)
@@ -167,6 +167,20 @@ def test_a_pool_has_its_cells_as_soon_as_it_was_computed():
     finish(at, lease, content=Content.NOTHING)
     assert at.cells.ledger.residents.cells_of(("pool", made.pool_id)) == made.own_len
     assert lease.lease_id not in at.cells.ledger
+
+
+def test_a_pool_more_does_not_make_others_look_just_used():
+    """What could be taken back before can be taken back then."""
+    at = plane()
+    figures = at.cells.ledger.figures
+    pool(at, as_tokens([7] * 40), uid=7).origin = PoolOrigin.AUTO
+    wish = Ask(scope=SCOPE, need=need_of_pool(10, None, 0))
+    lease = lease_of(at.leases.on_request(wish, 0.0, now_ts=1000.0, conversation=False))
+    at.on_sample(sample(used=40), now_ts=1000.0)
+    assert figures().reclaimable == 40
+    pool(at, uid=9)
+    finish(at, lease, content=Content.NOTHING)
+    assert figures().reclaimable == 40
 
 
 def test_an_engine_without_counters_has_no_ledger():
