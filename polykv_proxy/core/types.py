@@ -85,7 +85,7 @@ def agreement(then: Tokens, now: Tokens, compared: int | None) -> int | None:
     """Leading positions on which two prompts agree; None where that cannot be known.
 
     Two media are not the same because both are media. Where a request went on in the slot of the other, the
-    engine has compared them.
+    engine has compared them; but what is known of a prompt may end with its first one, while it goes on.
 
     Args:
         then: the earlier prompt.
@@ -96,7 +96,11 @@ def agreement(then: Tokens, now: Tokens, compared: int | None) -> int | None:
     text = text_prefix(now[:common])
     if text == common:
         return common
-    return None if compared is None else min(common, max(text, compared))
+    if compared is None or (
+        compared >= common and common in (len(then), len(now)) and now[common - 1] == MEDIUM
+    ):
+        return None
+    return min(common, max(text, compared))
 
 
 class PoolState(StrEnum):
