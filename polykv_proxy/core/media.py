@@ -8,9 +8,25 @@ from __future__ import annotations
 
 import re
 
+_KINDS = (
+    "image",
+    "image_url",
+    "input_image",
+    "input_audio",
+    "audio",
+    "video",
+    "input_video",
+    "video_url",
+)
+
+
+def _spelt(word: str) -> str:
+    """A name in JSON, with or without escapes in it: the engine reads both."""
+    return '"' + "".join(rf"(?:{letter}|\\u00(?i:{ord(letter):02x}))" for letter in word) + '"'
+
+
 _MEDIA = re.compile(
-    rb'"type"\s*:\s*"(?:image|image_url|input_image|input_audio|audio|video|input_video|video_url)"'
-    rb'|"multimodal_data"\s*:'
+    rf"{_spelt('type')}\s*:\s*(?:{'|'.join(map(_spelt, _KINDS))})|{_spelt('multimodal_data')}\s*:".encode()
 )
 
 

@@ -37,6 +37,20 @@ def test_a_text_that_speaks_of_media_is_none():
     assert not has_media(json.dumps({"messages": [text]}).encode())
 
 
+def test_media_whose_kind_is_spelt_with_escapes_are_seen():
+    """The engine reads them all the same; what says so in a text is none."""
+    for part in (*PARTS, {"multimodal_data": ["x"]}):
+        kind = part.get("type", "multimodal_data")
+        for letter in set(kind):
+            raw = json.dumps([part]).replace(kind, kind.replace(letter, f"\\u{ord(letter):04x}"))
+            assert json.loads(raw) == [part]
+            assert has_media(raw.encode())
+            assert media_parts(raw.encode()) == 1
+            assert not has_media(json.dumps({"content": raw}).encode())
+    assert not has_media(rb'{"type": "image\u005furl')
+    assert has_media(rb'{"t\u0079pe": "image"}')
+
+
 def test_media_are_counted_once_each():
     """Though a part names its kind twice."""
     for part in PARTS:
