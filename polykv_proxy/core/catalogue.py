@@ -4,8 +4,8 @@ Rule 1: an entry belongs to (kind, scope, key, model, configuration), and there 
 again takes its place.
 Rule 2: that partitions, tokens decide: a request gets the entry of its scope and model that has the longest
 token-exact prefix in common with it, whatever key or configuration that was saved under.
-Rule 3: an entry in use is neither swept nor deleted. One that turned out to be wrong is found by nobody any
-more; its file is there until the last who works with it is done.
+Rule 3: an entry in use is not swept. One that turned out to be wrong, or that somebody wants to be gone, is
+found by nobody any more; its file is there until the last who works with it is done.
 Rule 4: why an entry is gone is remembered for a while; where the next one took its place, nothing is gone.
 Rule 5: nothing here touches a file. What a method returns is what the caller has to do on disk.
 Rule 6: looking for a request's tokens, or for a key, takes as long as what is found, not as what there is.
@@ -17,12 +17,14 @@ from bisect import bisect_right
 from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 from enum import StrEnum
+from hashlib import sha256
 from typing import TYPE_CHECKING, TypeVar
 
 from polykv_proxy.core.prefix import PrefixIndex
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+    from collections.abc import Set as AbstractSet
 
     from polykv_proxy.core.types import PoolId, Scope, Tokens
 
@@ -47,10 +49,6 @@ class Reason(StrEnum):
     """The engine took it and reused less than it should have."""
     IDENTITY_CHANGED = "identity_changed"
     """The file is not what was saved, or no engine here can read it any more."""
-
-
-_ASKED_FOR = frozenset({Reason.SWEPT, Reason.DELETED})
-"""Why an entry goes that could as well stay (rule 3)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +92,11 @@ class SavedState:
         parts = (f"{name}={self.config[name]}" for name in sorted(self.config))
         return (self.kind.value, self.scope, self.key, self.model_id, *parts)
 
+    @property
+    def variant(self) -> str:
+        """Which of those of its key."""
+        return variant_of(self.model_id, self.config)
+
 
 @dataclass(slots=True, eq=False)
 class Entry:
@@ -136,6 +139,8 @@ class Tombstone:
     gone_ts: float
     file: str = ""
     """The name it had."""
+    variant: str = ""
+    """Which of those of its key it was, see ``variant_of``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +168,7 @@ class Catalogue:
         """Sessions by what they hold, one index a model."""
         self._counts: Counter[tuple[Scope, str]] = Counter()
         """How many sessions of a scope and model there are."""
-        self._tombstones: OrderedDict[tuple[Kind, Scope, str], Tombstone] = OrderedDict()
+        self._tombstones: OrderedDict[tuple[Kind, Scope, str, str], Tombstone] = OrderedDict()
         self._came = 0
         self.burials = 0
         """Goes up whenever a tombstone comes or goes."""
@@ -192,7 +197,7 @@ class Catalogue:
         for key in above(state.key):
             self._below.setdefault(key, {})[entry] = None
         self.total_bytes += state.file_bytes
-        if self._tombstones.pop((state.kind, state.scope, state.key), None) is not None:
+        if self._tombstones.pop((state.kind, state.scope, state.key, state.variant), None) is not None:
             self.burials += 1
         if state.kind is Kind.POOL:
             self._pools.setdefault(state.model_id, {})[entry] = None
@@ -206,19 +211,20 @@ class Catalogue:
         return self._entries.get(entry.state.identity) is entry
 
     def remove(self, entry: Entry, reason: Reason, now_ts: float) -> bool:
-        """An entry goes; False if it is in use and right, or was gone (rule 3)."""
-        if (entry.holds and reason in _ASKED_FOR) or not self.has(entry):
+        """An entry goes; False if it was gone, or is to be swept while it is in use (rule 3)."""
+        if (entry.holds and reason is Reason.SWEPT) or not self.has(entry):
             return False
         self._drop(entry)
-        state = entry.state
-        count = len(state.tokens)
-        self.bury(Tombstone(state.kind, state.key, state.scope, count, reason, now_ts, state.file))
+        state, count = entry.state, len(entry.tokens)
+        self.bury(
+            Tombstone(state.kind, state.key, state.scope, count, reason, now_ts, state.file, state.variant)
+        )
         return True
 
     def bury(self, *gone: Tombstone) -> None:
         """Remember why entries are gone, in this order; of too many the first are forgotten."""
         for one in gone:
-            name = (one.kind, one.scope, one.key)
+            name = (one.kind, one.scope, one.key, one.variant)
             self._tombstones.pop(name, None)
             self._tombstones[name] = one
         while len(self._tombstones) > MAX_TOMBSTONES:
@@ -297,15 +303,23 @@ class Catalogue:
 
     # -- what goes ---------------------------------------------------------------------------------------
 
-    def overdue(self, limits: Retention, now_ts: float, free_bytes: int | None) -> list[Entry]:
+    def overdue(
+        self,
+        limits: Retention,
+        now_ts: float,
+        free_bytes: int | None,
+        busy: AbstractSet[Entry] = frozenset(),
+    ) -> list[Entry]:
         """What a sweep has to remove: what was idle for too long, then the least valuable until all fits.
 
         Args:
             limits: what may stay.
             now_ts: epoch seconds.
             free_bytes: of the disk; None if that is not known.
+            busy: what somebody works with, beyond those whose files are being read.
         """
-        idle = [entry for entry in self if not entry.holds and now_ts - entry.used_ts > limits.max_idle_s]
+        free = [entry for entry in self if not entry.holds and entry not in busy]
+        idle = [entry for entry in free if now_ts - entry.used_ts > limits.max_idle_s]
         gone = sum(entry.state.file_bytes for entry in idle)
         over = self.total_bytes - gone - limits.max_bytes
         if free_bytes is not None:
@@ -314,7 +328,7 @@ class Catalogue:
             return idle
         taken = set(map(id, idle))
         rest = sorted(
-            (entry for entry in self if not entry.holds and id(entry) not in taken and not _is_pinned(entry)),
+            (entry for entry in free if id(entry) not in taken and not _is_pinned(entry)),
             key=lambda entry: entry.value(now_ts),
         )
         for entry in rest:
@@ -323,6 +337,12 @@ class Catalogue:
             idle.append(entry)
             over -= entry.state.file_bytes
         return idle
+
+
+def variant_of(model_id: str, config: Mapping[str, str]) -> str:
+    """Which of the states of a key one is: a digest of its model and configuration."""
+    parts = (f"{name}={config[name]}" for name in sorted(config))
+    return sha256("\0".join((model_id, *parts)).encode()).hexdigest()[:16]
 
 
 def is_under(key: str, above: str) -> bool:

@@ -17,7 +17,7 @@ from polykv_proxy.durable.identity import canonical
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-VERSION = 1
+VERSION = 2
 
 
 class BadTombstonesError(ValueError):
@@ -32,6 +32,7 @@ class _Stone(msgspec.Struct, forbid_unknown_fields=True):
     reason: Reason
     gone_ts: float
     file: str
+    variant: str
 
 
 class _Document(msgspec.Struct, forbid_unknown_fields=True):

@@ -106,8 +106,8 @@ def test_pools_are_no_sessions():
     assert catalogue.pools("n") == []
 
 
-@pytest.mark.parametrize("reason", [Reason.INEFFECTIVE, Reason.IDENTITY_CHANGED])
-def test_an_entry_that_is_wrong_is_found_no_more_even_while_it_is_in_use(reason):
+@pytest.mark.parametrize("reason", [Reason.INEFFECTIVE, Reason.IDENTITY_CHANGED, Reason.DELETED])
+def test_an_entry_that_is_wrong_or_unwanted_is_found_no_more_even_while_it_is_in_use(reason):
     """Its file stays until who uses it is done, but nobody else begins to."""
     catalogue = Catalogue()
     entry = catalogue.add(state(range(100)), used_ts=1.0)
@@ -118,15 +118,30 @@ def test_an_entry_that_is_wrong_is_found_no_more_even_while_it_is_in_use(reason)
 
 
 def test_an_entry_in_use_stays():
-    """Neither deleted nor swept."""
+    """It is not swept, whether its file is read or somebody works with what it is of."""
     catalogue = Catalogue()
     entry = catalogue.add(state(range(100)), used_ts=1.0)
+    limits = Retention(max_bytes=0, max_idle_s=0.0)
     entry.holds = 1
-    assert not catalogue.remove(entry, Reason.DELETED, 5.0)
-    assert catalogue.overdue(Retention(max_bytes=0, max_idle_s=0.0), 1e9, 0) == []
+    assert not catalogue.remove(entry, Reason.SWEPT, 5.0)
+    assert catalogue.overdue(limits, 1e9, 0) == []
     entry.holds = 0
-    assert catalogue.remove(entry, Reason.DELETED, 5.0)
-    assert not catalogue.remove(entry, Reason.DELETED, 5.0)
+    assert catalogue.overdue(limits, 1e9, 0, {entry}) == []
+    assert catalogue.overdue(limits, 1e9, 0) == [entry]
+    assert catalogue.remove(entry, Reason.SWEPT, 5.0)
+    assert not catalogue.remove(entry, Reason.SWEPT, 5.0)
+
+
+def test_each_configuration_of_a_key_has_its_own_reason():
+    """One does not overwrite another's; what comes back is not gone, and the others are."""
+    catalogue = Catalogue()
+    one, two = ({"system": name, "tools": "t"} for name in "xy")
+    entries = [catalogue.add(state(range(100), config=each), used_ts=1.0) for each in (one, two)]
+    for entry, reason in zip(entries, (Reason.SWEPT, Reason.INEFFECTIVE), strict=True):
+        assert catalogue.remove(entry, reason, 5.0)
+    assert [each.reason for each in catalogue.tombstones(None)] == [Reason.INEFFECTIVE, Reason.SWEPT]
+    catalogue.add(state(range(100), config=one), used_ts=1.0)
+    assert [each.reason for each in catalogue.tombstones(None)] == [Reason.INEFFECTIVE]
 
 
 def test_why_an_entry_is_gone_is_remembered_until_it_is_back():

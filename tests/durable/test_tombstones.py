@@ -10,7 +10,7 @@ from polykv_proxy.core.catalogue import Kind, Reason, Tombstone
 from polykv_proxy.core.types import Scope
 from polykv_proxy.durable import tombstones
 
-STONE = Tombstone(Kind.POOL, "p", Scope("s"), 70, Reason.DELETED, 5.5, "kv.bin")
+STONE = Tombstone(Kind.POOL, "p", Scope("s"), 70, Reason.DELETED, 5.5, "kv.bin", "v")
 stones = st.builds(
     Tombstone,
     st.sampled_from(Kind),
@@ -39,7 +39,7 @@ def test_every_member_is_under_the_checksum():
             tombstones.read(json.dumps(changed).encode())
 
 
-@pytest.mark.parametrize("raw", [b"", b"{", b"[]", b'{"version": 1}', b"\xff"])
+@pytest.mark.parametrize("raw", [b"", b"{", b"[]", b'{"version": 2}', b"\xff"])
 def test_what_is_none_is_refused(raw):
     """Whatever it is."""
     with pytest.raises(tombstones.BadTombstonesError):
@@ -48,6 +48,6 @@ def test_what_is_none_is_refused(raw):
 
 def test_another_version_is_refused():
     """Nobody guesses."""
-    document = json.loads(tombstones.write([STONE])) | {"version": 2}
+    document = json.loads(tombstones.write([STONE])) | {"version": tombstones.VERSION + 1}
     with pytest.raises(tombstones.BadTombstonesError):
         tombstones.read(json.dumps(document).encode())
