@@ -395,7 +395,7 @@ def _cache_prune(args: argparse.Namespace) -> int:
 def _cache_delete(args: argparse.Namespace) -> int:
     from polykv_proxy.durable import offline  # noqa: PLC0415
 
-    count = sum(folder.delete(args.key, _now()) for folder in offline.folders(_settings(args).state_path))
+    count = offline.delete(offline.folders(_settings(args).state_path), args.key, _now())
     if not count:
         raise NotFoundError(f"nothing is saved under {args.key}", code="cache_not_found")
     print(f"{count} deleted")

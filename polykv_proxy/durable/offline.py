@@ -6,6 +6,7 @@ Rule: a folder that a running proxy works with is only looked at; changing it is
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from polykv_proxy.core.catalogue import Catalogue, Reason
@@ -89,33 +90,36 @@ class Folder:
             gone = list(self.catalogue)
             if not everything:
                 gone = self.catalogue.overdue(limits, now_ts, self.store.free_bytes())
-            self._remove(gone, Reason.SWEPT, now_ts)
+            self.remove(gone, Reason.SWEPT, now_ts)
         finally:
             os.close(claim)
         return len(gone), sum(entry.state.file_bytes for entry in gone)
 
-    def _remove(self, gone: list[Entry], reason: Reason, now_ts: float) -> None:
+    def remove(self, gone: list[Entry], reason: Reason, now_ts: float) -> None:
+        """They go; whoever calls has the claim."""
         for entry in gone:
             self.store.delete(entry.state)
             self.catalogue.remove(entry, reason, now_ts)
         if gone:
             self.store.keep_tombstones(self.catalogue.tombstones(None)[::-1])
 
-    def delete(self, key: str, now_ts: float) -> int:
-        """Delete a key's states and those of all keys nested below it; returns how many.
 
-        Raises:
-            ConflictError: a proxy works with it.
-        """
-        entries = self.catalogue.under(key, None)
-        if not entries:
-            return 0
-        claim = self.claim()
-        try:
-            self._remove(entries, Reason.DELETED, now_ts)
-        finally:
-            os.close(claim)
-        return len(entries)
+def delete(among: list[Folder], key: str, now_ts: float) -> int:
+    """Delete a key's states and those of all keys nested below it from all folders, or from none.
+
+    Returns how many.
+
+    Raises:
+        ConflictError: a proxy works with one of them.
+        StoreError: a disk refuses.
+    """
+    found = [(folder, entries) for folder in among if (entries := folder.catalogue.under(key, None))]
+    with ExitStack() as claims:
+        for folder, _ in found:
+            claims.callback(os.close, folder.claim())
+        for folder, entries in found:
+            folder.remove(entries, Reason.DELETED, now_ts)
+    return sum(len(entries) for _, entries in found)
 
 
 def folders(state_dir: Path) -> list[Folder]:

@@ -78,16 +78,31 @@ def test_pruning_keeps_what_may_stay(folder):
 
 def test_deleting_takes_what_is_nested(folder):
     """And says how many."""
-    assert offline.Folder(folder).delete("none", 5.0) == 0
-    assert offline.Folder(folder).delete("run/a", 5.0) == 1
-    assert offline.Folder(folder).delete("run", 5.0) == 1
+    assert offline.delete([offline.Folder(folder)], "none", 5.0) == 0
+    assert offline.delete([offline.Folder(folder)], "run/a", 5.0) == 1
+    assert offline.delete([offline.Folder(folder)], "run", 5.0) == 1
     assert [path.name for path in folder.iterdir()] == [TOMBSTONES]
+
+
+def test_deleting_is_for_all_folders_or_none(tmp_path, folder):
+    """A proxy works with one of them: the others keep what they have."""
+    other = Store(tmp_path / "slots-1")
+    other.open()
+    saved(other, state(range(80), "run/a"))
+    claim = try_lock(tmp_path / "engine-1.lock")
+    try:
+        with pytest.raises(ConflictError, match="running proxy"):
+            offline.delete(offline.folders(tmp_path), "run", 5.0)
+    finally:
+        os.close(claim)
+    assert len(offline.Folder(folder).catalogue) == 2
+    assert offline.delete(offline.folders(tmp_path), "run", 5.0) == 3
 
 
 def test_why_a_file_is_gone_is_said(folder):
     """Also after it was removed without a proxy; of a file that nobody knew, nothing."""
     files = {entry.state.key: entry.state.file for entry in offline.Folder(folder).catalogue}
-    offline.Folder(folder).delete("run/a", 5.0)
+    offline.delete([offline.Folder(folder)], "run/a", 5.0)
     offline.Folder(folder).prune(Retention(), 7.0, everything=True)
     found = offline.inspect(folder / files["run/a"], all_tokens=False)
     assert (found["key"], found["n_tokens"], found["gone"], found["gone_ts"]) == ("run/a", 80, "deleted", 5.0)
@@ -103,7 +118,7 @@ def test_a_proxy_at_work_is_not_interfered_with(tmp_path, folder):
         one = offline.Folder(folder)
         assert len(one.listing()) == 2
         for change in (
-            lambda: one.delete("run", 5.0),
+            lambda: offline.delete([one], "run", 5.0),
             lambda: one.prune(Retention(), 0.0, everything=True),
         ):
             with pytest.raises(ConflictError, match="running proxy"):
