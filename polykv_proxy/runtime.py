@@ -213,6 +213,10 @@ class Runtime:
                 log.warning("engine_not_understood", engine=self.name, reason=error.message)
                 await asyncio.sleep(RETRY_READY_S)
                 continue
+            except Exception:  # a fault of ours: nothing above would notice, and nobody be served again
+                log.exception("engine_not_understood", engine=self.name)
+                await asyncio.sleep(RETRY_READY_S)
+                continue
             if self.plane.facts is not None and (not facts.epoch or facts.epoch != self.epoch):
                 self.metrics.on_restart()
             capability = backend.capability

@@ -45,6 +45,23 @@ async def test_an_engine_that_is_not_understood_is_asked_again(rig, monkeypatch,
     await until(lambda: rig.runtime.plane.serving)
 
 
+async def test_a_fault_of_ours_is_no_reason_to_wait_for_ever(rig, monkeypatch):
+    """Nothing would be served, and nobody told; it is tried again."""
+    monkeypatch.setattr(runtime_module, "RETRY_READY_S", 0.005)
+    rig.down()
+    tries, meet = [], rig.runtime.saver.meet
+
+    async def fails(*args):
+        tries.append(1)
+        if len(tries) < 3:
+            raise ValueError("a fault")
+        return await meet(*args)
+
+    rig.runtime.saver.meet = fails
+    await rig.up()
+    assert len(tries) == 3
+
+
 async def test_models_without_details_are_fine(rig):
     """``meta`` may be null."""
     rig.engine.broken["/v1/models"] = (200, b'{"data":[{"meta":null}]}')
