@@ -46,7 +46,7 @@ OUTCOMES = ("admitted", "queued", "rejected", "gave_up")
 OVERFLOWS = ("window", "sequence_cap", "cells", "unknown")
 """Which wall a context hit; see ``ctx_kind`` in the HTTP reference."""
 
-SAVES = ("saved", "failed")
+SAVES = ("saved", "failed", "late")
 """What becomes of KV that is to be saved."""
 
 RESTORES = ("effective", "ineffective", "refused", "failed")
@@ -114,6 +114,7 @@ class Metrics:
         """Prompt tokens that saved KV spared, as the engine said."""
         self.saved_bytes = 0
         self.saved_entries = 0
+        self.disk_stuck = 0
         self.restarts = 0
         self.stale_samples = 0
         self.ttft = Distribution(TTFT_BOUNDS_S)
@@ -314,6 +315,7 @@ _ALL = (
     ),
     _Series("kv_saved_bytes", _GAUGE, "Bytes of saved states.", lambda x: x.counts.saved_bytes),
     _Series("kv_saved_entries", _GAUGE, "Saved states.", lambda x: x.counts.saved_entries),
+    _Series("kv_disk_stuck", _GAUGE, "Whether the disk does not answer.", lambda x: x.counts.disk_stuck),
     _Series(
         "pool_rebuilds_total", _COUNTER, "Lost pools that came back.", lambda x: x.counts.rebuilds, "source"
     ),

@@ -207,6 +207,10 @@ class DurableSettings(_Section):
     drain_s: Seconds = 30.0
     """Seconds that saving may take when the proxy stops."""
 
+    disk_wait_s: PositiveSeconds = 20.0
+    """Seconds without progress after which the disk is taken for one that hangs. Until it answers again
+    nothing is saved or restored, and nobody waits for it."""
+
     @property
     def retention(self) -> Retention:
         """What may stay on disk."""

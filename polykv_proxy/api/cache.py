@@ -95,15 +95,22 @@ class CacheApi:
 
         Raises:
             NotFoundError: there is none.
-            ConflictError: a state of it is in use.
+            ConflictError: a state of it is in use, on some engine; then nothing is deleted.
+            UnavailableError: a disk refuses or hangs: nobody finds them any more, and files are still there.
         """
         key, scope = request.match_info["key"], self._sees(request)
-        deleted = [
-            count for _, durable in self._savers() if (count := await durable.delete(key, scope)) is not None
+        found = [
+            (durable, entries)
+            for _, durable in self._savers()
+            if (entries := durable.deletable(key, scope)) is not None
         ]
-        if not deleted:
+        if not found:
             raise NotFoundError(f"nothing is saved under {key}", code="cache_not_found", param="key")
-        return json_reply({"key": key, "deleted": sum(deleted)})
+        # in the same step: on all engines or on none
+        going = [(durable, each) for durable, entries in found for each in durable.delete(entries)]
+        for durable, each in going:
+            await durable.shelf.disk.in_time(each)
+        return json_reply({"key": key, "deleted": len(going)})
 
     def _savers(self) -> list[tuple[Engine, Durable]]:
         return [(engine, engine.durable) for engine in self._fleet if engine.durable is not None]

@@ -68,6 +68,8 @@ class Session:
     """Its last request whose answer went out whole: what the slot holds since is worth saving."""
     saved: LeaseId | None = None
     """The one that the state on disk is of."""
+    coming: LeaseId | None = None
+    """The one whose state is on its way there."""
     refused: LeaseId | None = None
     """The one that was not saved when it could have been."""
     refused_at: float = 0.0

@@ -8,28 +8,29 @@ back from it could not be left further up.
 
 from __future__ import annotations
 
-import asyncio
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from polykv_proxy.core.types import SlotId
+from polykv_proxy.durable.disk import StuckError
 from polykv_proxy.engine import slotfile, trial
 from polykv_proxy.errors import BadRequestError, EngineGoneError, NotFoundError, UnavailableError
 
 if TYPE_CHECKING:
     from polykv_proxy.core.types import EngineFacts
-    from polykv_proxy.durable.store import Store
+    from polykv_proxy.durable.shelf import Shelf
     from polykv_proxy.engine.client import EngineClient
 
 BEYOND_WINDOW = 32
 """Tokens by which the canary is longer than the window."""
 
 
-async def sings(client: EngineClient, store: Store, facts: EngineFacts, window: int | None) -> str | None:
+async def sings(client: EngineClient, shelf: Shelf, facts: EngineFacts, window: int | None) -> str | None:
     """Try it; returns why saved KV is of no use on this engine, or None.
 
     Args:
         client: the way to the engine, which nobody uses.
-        store: where its files are.
+        shelf: where its files are.
         facts: its sizes.
         window: tokens of the model's sliding window, if it has one.
 
@@ -41,12 +42,13 @@ async def sings(client: EngineClient, store: Store, facts: EngineFacts, window: 
         if window:
             return f"a context of {facts.ctx_tokens} tokens is too short to try a window of {window}"
         length = facts.ctx_tokens // 2
+    store, disk = shelf.store, shelf.disk
     name = store.temporary(("canary",))
     ends = SlotId(0), SlotId(facts.slots - 1)
     version: list[int] = []
 
     async def look() -> None:
-        version.append(await asyncio.to_thread(slotfile.read_version, store.folder / name))
+        version.append(await disk.run(slotfile.read_version, store.folder / name))
 
     try:
         partial, reason = await trial.restore_works(
@@ -57,7 +59,8 @@ async def sings(client: EngineClient, store: Store, facts: EngineFacts, window: 
             raise  # nothing is known; it is tried again
         return f"the engine does not save and restore: {error.message}"
     finally:
-        await asyncio.to_thread(store.discard, name)
+        with suppress(StuckError):
+            await disk.in_time(shelf.discard(name))
     if reason is not None:
         return reason
     if not partial:

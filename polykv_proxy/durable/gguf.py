@@ -68,6 +68,8 @@ def read(path: Path) -> Gguf:
         OSError: it cannot be read.
         NotGgufError: it is something else.
     """
+    if path.stat().st_size == 0:
+        raise NotGgufError("the file is empty")  # which mmap does not take
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         reader = _Reader(data)
         if reader.take(4) != MAGIC:

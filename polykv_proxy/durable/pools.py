@@ -18,7 +18,7 @@ from polykv_proxy.core.planner import Wanted
 from polykv_proxy.core.pools import PrefixPool
 from polykv_proxy.core.rebuild import rebuilds
 from polykv_proxy.core.types import PoolNumber, PoolOrigin, PoolState, PoolUid
-from polykv_proxy.durable.shelf import Label
+from polykv_proxy.durable.saves import Label
 from polykv_proxy.errors import EngineGoneError, PolyKVError, UnavailableError
 
 if TYPE_CHECKING:
@@ -55,9 +55,16 @@ class SavedPools:
         """Save the pools that are worth it and not on disk yet, parents first."""
         if not self._shelf.on or not self._plane.capability.shares_cells:
             return
+        self.note_use()
         for pool in sorted(self._plane.tree, key=lambda each: each.prefix_len):
             if self._is_worth_it(pool) and not self._is_saved(pool):
                 await self._save(pool)
+
+    def note_use(self) -> None:
+        """Tell the disk when pools were used last: their lifetimes go on after a restart from there."""
+        for pool in self._plane.tree:
+            if pool.resident and (entry := self._entry(pool)) is not None:
+                self._shelf.used_at(entry, last_use(pool))
 
     def _is_worth_it(self, pool: PrefixPool) -> bool:
         if not pool.resident:
@@ -78,7 +85,8 @@ class SavedPools:
             parent=None if above is None else above.pool_id,
             branch_pos=branch_pos,
         )
-        return Label(kind=Kind.POOL, key=pool.pool_id, scope=pool.scope, config={}, pool=record)
+        key, used = pool.pool_id, last_use(pool)
+        return Label(kind=Kind.POOL, key=key, scope=pool.scope, config={}, pool=record, used_ts=used)
 
     def _entry(self, pool: PrefixPool) -> Entry | None:
         model = self._shelf.model_id
@@ -106,7 +114,7 @@ class SavedPools:
                 raise EngineGoneError("the pool went while it was saved")  # its number is another's, perhaps
             return written
 
-        entry = await self._shelf.save(self._label(pool), pool.prefix_len, write)
+        entry = await self._shelf.saves.save(self._label(pool), pool.prefix_len, write)
         if entry is not None and entry.tokens != pool.tokens:
             await self._shelf.remove(entry, Reason.IDENTITY_CHANGED)
 
@@ -139,7 +147,7 @@ class SavedPools:
                 label=record.label,
                 pinned=record.pinned,
                 ttl_s=record.ttl_s,
-                last_access_ts=record.last_access_ts,
+                last_access_ts=max(record.last_access_ts, entry.used_ts),
                 home=None if record.parent is None else (record.parent, record.branch_pos),
                 lost_resident=True,
             )
@@ -246,5 +254,5 @@ class SavedPools:
                 plane.pools.on_failed(entered, retire=True)
                 runtime.spawn(self._pooling.room.take_back(entered.number, epoch))
         runtime.readings.changed()
-        self._shelf.used(entry)
+        entry.uses += 1  # and not its time: coming back is no use
         return entered

@@ -69,3 +69,9 @@ class Savers:
         if len(self._noted) > self._tidy_at:
             self._noted = {name: alive for name in self._noted if (alive := self.of(*name))}
             self._tidy_at = max(MIN_NOTED, 2 * len(self._noted))
+
+
+def is_named(session: Session, key: str) -> bool:
+    """Whether a key is of a session's name, or of none where it has none."""
+    name = session.name
+    return key.startswith("auto/") if name is None else key == name or key.startswith(f"{name}#")

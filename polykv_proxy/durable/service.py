@@ -17,6 +17,7 @@ import structlog
 
 from polykv_proxy.core.types import Capability
 from polykv_proxy.durable import canary, gguf, identity
+from polykv_proxy.durable.disk import StuckError
 from polykv_proxy.durable.pools import SavedPools
 from polykv_proxy.durable.sessions import SavedSessions, has_adapters
 from polykv_proxy.durable.shelf import Shelf
@@ -26,6 +27,7 @@ from polykv_proxy.saver import model_digest
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from polykv_proxy.core.catalogue import Entry
     from polykv_proxy.core.decisions import Lease
     from polykv_proxy.core.sessions import Session
     from polykv_proxy.core.types import EngineFacts, Scope, SlotId, Tokens
@@ -68,10 +70,13 @@ class Durable:
         self._settings = settings
         self._model = model
         self._arguments = arguments
-        self.shelf = Shelf(folder, settings.retention, runtime.metrics, runtime.now_ts)
+        self.shelf = Shelf(
+            folder, settings.retention, runtime.metrics, runtime.now_ts, patience_s=settings.disk_wait_s
+        )
         self.sessions = SavedSessions(
             runtime, self.shelf, secrets.token_hex(3), min_tokens=settings.min_tokens
         )
+        self.shelf.busy = self.sessions.busy
         self.pools = SavedPools(runtime, pooling, self.shelf, recent_s=settings.pool_recent_s)
         self._epoch = ""
         self._tried, self._tries = "", 0
@@ -88,7 +93,21 @@ class Durable:
     # -- the engine's life -------------------------------------------------------------------------------
 
     async def meet(self, facts: EngineFacts, capability: Capability, reported: Mapping[str, str]) -> str:
-        """Find out which model this is, and whether it goes on from files; see ``Saver``."""
+        """Find out which model this is, and whether it goes on from files; see ``Saver``.
+
+        Raises:
+            PolyKVError: nothing is known yet; it is tried again.
+        """
+        try:
+            return await self._meet(facts, capability, reported)
+        except PolyKVError:
+            raise
+        except Exception as error:  # a fault of ours; the engine is used without (rule 1)
+            log.exception("durable_kv_failed", engine=self._runtime.name)
+            self.shelf.model_id, self.shelf.reason = model_digest(reported), f"it failed: {error!r}"
+            return self.shelf.model_id
+
+    async def _meet(self, facts: EngineFacts, capability: Capability, reported: Mapping[str, str]) -> str:
         client, shelf = self._runtime.client, self.shelf
         self.sessions.meet(reported.get("chat_template", ""))
         parts, window = await self._parts(reported)
@@ -124,7 +143,7 @@ class Durable:
             self._tried, self._tries = facts.epoch, 0
         self._tries += 1
         try:
-            return await canary.sings(self._runtime.client, self.shelf.store, facts, window)
+            return await canary.sings(self._runtime.client, self.shelf, facts, window)
         except UnavailableError as error:
             if self._tries < MAX_TRIES:
                 raise
@@ -149,7 +168,7 @@ class Durable:
                 reported=reported,
                 arguments=self._arguments,
             )
-        except (OSError, gguf.NotGgufError) as error:
+        except (OSError, gguf.NotGgufError, StuckError) as error:
             log.warning("model_not_identified", engine=self._runtime.name, reason=str(error))
             return None, None
         return parts, max((file.window or 0 for file in files), default=0) or None
@@ -159,12 +178,14 @@ class Durable:
 
         Raises:
             OSError, NotGgufError: see ``gguf.read``.
+            StuckError: see ``Disk``.
         """
         path = Path(path)  # a relative one is the engine's, which runs in our folder
-        found = await asyncio.to_thread(path.stat)
+        disk = self.shelf.disk
+        found = await disk.run(path.stat)
         known = (str(path), found.st_size, found.st_mtime_ns)
         if known not in self._files:
-            self._files[known] = await asyncio.to_thread(gguf.read, path)
+            self._files[known] = await disk.run(gguf.read, path)
         return self._files[known]
 
     def on_ready(self) -> None:
@@ -238,11 +259,19 @@ class Durable:
 
     async def on_close(self, session: Session, *, keep: bool) -> bool:
         """See ``Saver``."""
-        return self.shelf.on and await self.sessions.on_close(session, keep=keep)
+        if keep and not self.shelf.on:
+            return False
+        return await self.sessions.on_close(session, keep=keep)  # what is to go does, also while it is off
 
-    async def delete(self, key: str, scope: Scope | None) -> int | None:
-        """See ``Shelf.delete``."""
-        return await self.shelf.delete(key, scope, self.sessions.busy, self.sessions.forget)
+    def deletable(self, key: str, scope: Scope | None) -> list[Entry] | None:
+        """See ``Shelf.deletable``."""
+        return self.shelf.deletable(key, scope)
+
+    def delete(self, entries: list[Entry]) -> list[asyncio.Future[None]]:
+        """See ``Shelf.delete``; what their sessions left is not saved again."""
+        for entry in entries:
+            self.sessions.forget(entry)
+        return self.shelf.delete(entries)
 
     async def _same_adapters(self) -> bool:
         """Whether the LoRA set is what the model's id says; once it is not, saved KV could be either's."""
@@ -264,12 +293,19 @@ class Durable:
 
     async def run(self) -> None:
         """Save what is idle, look after the files, until cancelled."""
+        told: str | None = None
         while True:
             await asyncio.sleep(ROUND_S)
             try:
                 await self.round()
+                told = None
             except PolyKVError as error:
                 log.info("durable_round_failed", reason=error.message)
+            except Exception as error:  # a fault of ours, and no end to saving
+                self.shelf.last_error = repr(error)
+                if told != self.shelf.last_error:
+                    log.exception("durable_round_failed")
+                told = self.shelf.last_error
 
     async def round(self) -> None:
         """One look at everything."""
@@ -286,17 +322,16 @@ class Durable:
 
     async def drain(self) -> None:
         """The proxy stops: save all that is worth it, as far as time allows."""
-        await self._save_all()
-        await self.shelf.remember()
-
-    async def _save_all(self) -> None:
-        if not self.shelf.on or not self._runtime.plane.serving:
-            return
         try:
             async with asyncio.timeout(self._settings.drain_s):
-                if await self._same_adapters():
+                await self.pools.drop_released()
+                self.pools.note_use()
+                await self.shelf.remember()
+                if self.shelf.on and self._runtime.plane.serving and await self._same_adapters():
                     await self.pools.keep()
                     await self.sessions.keep_idle(0.0, last=True)
+                await self.shelf.all_over()
+                await self.shelf.remember()
         except TimeoutError:
             log.warning("durable_drain_cut_short", engine=self._runtime.name)
         except PolyKVError as error:

@@ -1,8 +1,9 @@
 """Conversations that come back: saved when they lose their slot, restored when their next turn comes.
 
-Rule 1: a slot is read and written only while it is idle and kept from others, to the end: a save that ran on
-when the slot was another's would be of another's conversation. That it is not is the engine's word: the slot
-has the tag of the session's last request, before the file is written and after.
+Rule 1: a slot is read and written only while it is idle and kept from others, until the engine is done: a
+save that ran on when the slot was another's would be of another's conversation. That it is not is the
+engine's word: the slot has the tag of the session's last request, before the file is written and after. What
+is then left to do with the file needs no slot, and nobody waits for it with one.
 Rule 2: only what an answer that went out whole left behind is saved. What failed or was cancelled changes
 nothing on disk.
 Rule 3: a state is restored only if that spares more than what pools hold anyway, and the answer has to prove
@@ -16,6 +17,7 @@ little (``core.worth``), unless it was asked for or there is no other time.
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING
@@ -27,9 +29,9 @@ from polykv_proxy.core.media import has_media
 from polykv_proxy.core.types import PoolId, common_prefix
 from polykv_proxy.core.worth import goes_on, is_worth_a_file, pays
 from polykv_proxy.durable.identity import config_of
-from polykv_proxy.durable.savers import Savers
-from polykv_proxy.durable.shelf import Label
-from polykv_proxy.errors import EngineGoneError, PolyKVError
+from polykv_proxy.durable.savers import Savers, is_named
+from polykv_proxy.durable.saves import Label
+from polykv_proxy.errors import EngineGoneError, PolyKVError, UnavailableError
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -39,7 +41,8 @@ if TYPE_CHECKING:
     from polykv_proxy.core.decisions import Lease
     from polykv_proxy.core.sessions import Session
     from polykv_proxy.core.slots import Slot
-    from polykv_proxy.core.types import EngineSample, SlotId, SlotSample, Tokens
+    from polykv_proxy.core.types import EngineSample, LeaseId, SlotId, SlotSample, Tokens
+    from polykv_proxy.durable.saves import Coming
     from polykv_proxy.durable.shelf import Shelf
     from polykv_proxy.engine.wire import SlotFile
     from polykv_proxy.runtime import Runtime
@@ -143,14 +146,25 @@ class SavedSessions:
                 or (not last and session.refused == session.delivered and now - session.refused_at < RETRY_S)
             ):
                 continue
-            lease = self._runtime.borrow(slot.slot)
-            if lease is None:
-                continue
-            try:
-                await self._to_the_end(self._save(slot, session, whole=last))
-            finally:
-                if not lease.ended:
-                    self._runtime.returned(lease)
+            await self._keep_borrowed(slot, session, whole=last)
+
+    async def _keep_borrowed(self, slot: Slot, session: Session, *, whole: bool) -> None:
+        """Save an idle slot, which nobody gets meanwhile; returns when it is on disk, if the disk answers."""
+        lease = self._runtime.borrow(slot.slot)
+        if lease is None:
+            return
+        try:
+            await self._to_the_end(self._save(slot, session, whole=whole))
+        finally:
+            if not lease.ended:
+                self._runtime.returned(lease)
+        await self._arrived(session)
+
+    async def _arrived(self, session: Session) -> None:
+        """Wait until what a session left is on disk, or is not going to be."""
+        for coming in self._shelf.saves.of(session):
+            with suppress(UnavailableError):
+                await self._shelf.disk.in_time(coming.over)
 
     async def _save(self, slot: Slot, session: Session, *, whole: bool = False) -> None:
         """``_save_now``, one at a time: who waited finds what the one before saved."""
@@ -186,10 +200,30 @@ class SavedSessions:
             return written
 
         others = None if session.saved_as is not None else partial(self._savers.is_anothers, session)
-        entry = await shelf.save(label, held.tokens, write, others)
-        if entry is not None:
-            session.saved, session.kept = delivered, (entry.state.file, len(entry.tokens))
-            self._savers.save_as(session, entry.state.key)
+        coming = await shelf.saves.begin(
+            label,
+            held.tokens,
+            write,
+            owner=session,
+            others=others,
+            still=partial(self._has_news, session),
+            then=partial(self._saved, session, delivered),
+        )
+        if coming is not None and not coming.over.done():
+            session.coming = delivered
+
+    def _saved(self, session: Session, delivered: LeaseId, entry: Entry | None) -> None:
+        """What a session left after that request is on disk, or will not be; it may have gone on since."""
+        if session.coming == delivered:
+            session.coming = None
+        if entry is None:
+            return
+        session.saved = delivered
+        still = session.delivered == delivered and (session.running or session.lease == delivered)
+        session.kept = (entry.state.file, len(entry.tokens)) if still else None
+        self._savers.save_as(session, entry.state.key)
+        for later in self._shelf.saves.of(session):
+            later.under(entry.state.key)
 
     def _kept(self, session: Session, label: Label) -> int:
         """Leading tokens of what a session's slot holds that are on disk, as far as is known."""
@@ -204,7 +238,7 @@ class SavedSessions:
         if session.running:  # its next turn has begun elsewhere
             now = self._plane.leases.running_lease(session)
             last = None if now is None else now.before
-        return session.delivered not in (None, session.saved) and session.delivered == last
+        return session.delivered not in (None, session.saved, session.coming) and session.delivered == last
 
     def _label(self, session: Session) -> Label:
         key, config = self._savers.key(session), dict(session.config)
@@ -223,9 +257,9 @@ class SavedSessions:
         session = lease.session
         if session is None or lease.continues or len(lease.slots) > 1:
             return
-        if self._may_be_coming(session):  # what it goes on with is on its way to the disk
-            async with self._shelf.saving:
-                pass
+        for coming in self._on_the_way(session):  # perhaps what it goes on with
+            with suppress(UnavailableError):
+                await self._shelf.disk.in_time(coming.over)
         found = self._shelf.catalogue.best(tokens, session.scope, self._shelf.model_id)
         if found is None:
             return
@@ -292,16 +326,20 @@ class SavedSessions:
             self._savers.save_as(session, key)
         log.info("kv_restored", session_id=session.session_id, key=entry.state.key, slot=slot, tokens=matched)
 
-    def _may_be_coming(self, session: Session) -> bool:
-        coming = self._shelf.coming
-        if coming is None or coming.kind is not Kind.SESSION or coming.scope != session.scope:
-            return False
-        return _is_named(session, coming.key)
+    def _on_the_way(self, session: Session) -> list[Coming]:
+        """What is on its way to the disk under a session's name."""
+        return [
+            each
+            for each in self._shelf.saves
+            if each.label.kind is Kind.SESSION
+            and each.label.scope == session.scope
+            and is_named(session, each.state.key)
+        ]
 
     @staticmethod
     def _goes_on_from(session: Session, entry: Entry, matched: int) -> bool:
         """Whether a state is of this conversation, by its name and by its tokens (rule 4)."""
-        return _is_named(session, entry.state.key) and goes_on(matched, len(entry.tokens))
+        return is_named(session, entry.state.key) and goes_on(matched, len(entry.tokens))
 
     async def on_answer(self, lease: Lease, cached_tokens: int | None) -> None:
         """What an answer reused proves the state that its slot was filled from, or not (rule 3)."""
@@ -325,7 +363,7 @@ class SavedSessions:
             restored_tokens=lease.restored_tokens,
             cached_tokens=cached_tokens,
         )
-        await self._shelf.remove(entry, Reason.INEFFECTIVE)
+        self._shelf.take_out(entry, Reason.INEFFECTIVE)
 
     def busy(self, entry: Entry) -> bool:
         """Whether the session whose state it is runs now, or the pool is there: it would be saved again."""
@@ -343,25 +381,23 @@ class SavedSessions:
         """A session ends: its state stays on disk, or goes from there, too; returns whether it stays."""
         slot = None if session.slot is None else self._plane.board.slots[session.slot]
         if keep and slot is not None:
-            lease = self._runtime.borrow(slot.slot)
-            if lease is not None:
-                try:
-                    await self._to_the_end(self._save(slot, session, whole=True))
-                finally:
-                    if not lease.ended:
-                        self._runtime.returned(lease)
+            await self._keep_borrowed(slot, session, whole=True)
         if not keep:
-            async with self._one:  # what is being saved is there, so that it can go
-                session.delivered = None  # and who waits to save it does not
+            session.delivered = None  # who waits to save it does not
+            for coming in self._shelf.saves.of(session):
+                coming.wanted = False
         key = self._savers.key(session)
         saved = [
             entry
             for entry in self._shelf.catalogue.under(key, session.scope)
             if entry.state.kind is Kind.SESSION and entry.state.key == key
         ]
-        if not keep:
-            for entry in saved:
-                await self._shelf.remove(entry, Reason.DELETED)
+        if not keep:  # nobody finds it from now on; who reads it does so to the end
+            going = self._shelf.delete(saved)
+            await self._arrived(session)
+            for each in going:
+                with suppress(UnavailableError):
+                    await self._shelf.disk.in_time(each)
         return keep and bool(saved)
 
     async def _moves(self, lease: Lease, work: Coroutine[Any, Any, None]) -> None:
@@ -389,12 +425,6 @@ def _tell(over: asyncio.Future[None]) -> None:
     """Where it failed, nobody's request does."""
     if not over.cancelled() and (error := over.exception()) is not None:
         log.info("kv_not_moved", reason=str(error))
-
-
-def _is_named(session: Session, key: str) -> bool:
-    """Whether a key is of a session's name, or of none where it has none."""
-    name = session.name
-    return key.startswith("auto/") if name is None else key == name or key.startswith(f"{name}#")
 
 
 def _seen(sample: EngineSample, number: SlotId) -> SlotSample | None:

@@ -1,19 +1,22 @@
 """One engine's saved states at work: the catalogue and the files behind it, kept in step.
 
-Rule 1: one save at a time, so that two of the same identity cannot cross; the engine does no more anyway. No
-removal crosses a save: what is being saved is in use, and so is what it replaces.
+Rule 1: what changes in the folder changes in one order, the catalogue's: each file is written, replaced or
+removed before the next is. What is gone is found by nobody from then on; its file goes when it is its turn.
 Rule 2: whoever is going to read a file holds its state from the moment he decides to. A state may go
 meanwhile, or be saved anew; the file goes when the last who holds it lets go.
 Rule 3: what goes wrong on disk is counted, told once in the log and shown in the status; no request fails.
 Rule 4: a sweep comes at most every ``SWEEP_S`` seconds, with one more between them where the disk had no room
 for a save, and on no request's way.
+Rule 5: nobody waits for a disk that hangs (``Disk``): nothing is saved or restored then; the status says why.
+Rule 6: what somebody works with is neither swept nor deleted by its key: whose file is read, what is on its
+way to the disk and what that replaces, and what ``busy`` says.
 """
 
 from __future__ import annotations
 
 import asyncio
-from contextlib import asynccontextmanager, nullcontext
-from dataclasses import dataclass, replace
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,17 +30,20 @@ from polykv_proxy.core.catalogue import (
     SavedState,
     Tombstone,
     is_under,
+    variant_of,
 )
-from polykv_proxy.core.types import Scope, as_tokens, common_prefix
-from polykv_proxy.core.worth import goes_on
-from polykv_proxy.durable.store import Store, StoreError
-from polykv_proxy.errors import ConflictError, PolyKVError
+from polykv_proxy.core.types import Scope, as_tokens
+from polykv_proxy.durable.disk import Disk, StuckError
+from polykv_proxy.durable.saves import Saves
+from polykv_proxy.durable.store import Store
+from polykv_proxy.edge.tasks import TaskSet
+from polykv_proxy.errors import ConflictError, UnavailableError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+    from collections.abc import AsyncIterator, Callable
 
     from polykv_proxy.core.catalogue import Entry, PoolRecord
-    from polykv_proxy.engine.wire import SlotFile
+    from polykv_proxy.durable.saves import Label
     from polykv_proxy.metrics import Metrics
 
 log = structlog.get_logger(__name__)
@@ -48,15 +54,11 @@ AT_ONCE = 64
 """States that are entered or looked at before others get their turn."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Label:
-    """What a state is saved as."""
+LITTER_S = 600.0
+"""Seconds after which a file that nobody waits for goes: by then no call to the engine is on its way."""
 
-    kind: Kind
-    key: str
-    scope: Scope
-    config: Mapping[str, str]
-    pool: PoolRecord | None = None
+PATIENCE_S = 20.0
+"""Seconds that a disk may take, see ``Disk``, if nobody says so."""
 
 
 class Shelf:
@@ -68,15 +70,22 @@ class Shelf:
         metrics: counts.
         now_ts: epoch seconds.
         on_step: see ``Store``.
+        patience_s: see ``Disk``.
+
+    Attributes:
+        changing: held by whoever changes what is in the folder (rule 1).
+        busy: whether somebody works with what a state is of; set by who knows.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what it works with
         self,
         folder: Path | None,
         limits: Retention,
         metrics: Metrics,
         now_ts: Callable[[], float],
         on_step: Callable[[str], None] = lambda _: None,
+        *,
+        patience_s: float = PATIENCE_S,
     ) -> None:
         self.store = Store(folder or Path(), on_step)
         self.catalogue = Catalogue()
@@ -89,10 +98,14 @@ class Shelf:
         """Why nothing is saved or restored; None: it is."""
         self.last_error: str | None = None
         self._on_this_host = folder is not None
-        self.saving = asyncio.Lock()
-        self._coming: SavedState | None = None
-        """What is being saved."""
+        self.tasks = TaskSet()
+        self.disk = Disk(patience_s, self._show)
+        self.changing = asyncio.Lock()
+        self.saves = Saves(self)
+        self.busy: Callable[[Entry], bool] = lambda _: False
         self._opened = False
+        self._held: dict[Entry, None] = {}
+        """States that somebody holds, also such as are gone."""
         self._used: dict[Entry, None] = {}
         """States whose use the disk was not told of."""
         self._written = 0
@@ -104,14 +117,9 @@ class Shelf:
         """Bytes that the disk had no room for."""
 
     @property
-    def coming(self) -> SavedState | None:
-        """What is being saved; its tokens are not known yet."""
-        return self._coming
-
-    @property
     def on(self) -> bool:
         """Whether states are saved and restored."""
-        return self.reason is None
+        return self.reason is None and self.disk.reason is None
 
     async def open(self) -> str | None:
         """Read what is there, once; returns why it cannot be used, or None."""
@@ -120,16 +128,18 @@ class Shelf:
         if self._opened:
             return None
         try:
-            seen = await asyncio.to_thread(self.store.open)
-        except StoreError as error:
+            seen = await self.disk.run(self.store.open)
+            stones = await self.disk.run(self.store.tombstones)
+        except UnavailableError as error:
             return error.message
         catalogue, now_ts = self.catalogue, self.now_ts()
-        catalogue.bury(*await asyncio.to_thread(self.store.tombstones))
+        catalogue.bury(*stones)
         self._written = catalogue.burials
         for told in seen.wrong:
             kind, scope = Kind(told.kind), Scope(told.scope)
-            count, file = told.n_tokens, told.file
-            catalogue.bury(Tombstone(kind, told.key, scope, count, Reason.IDENTITY_CHANGED, now_ts, file))
+            count, file, which = told.n_tokens, told.file, variant_of(told.model_id, told.config)
+            gone = Tombstone(kind, told.key, scope, count, Reason.IDENTITY_CHANGED, now_ts, file, which)
+            catalogue.bury(gone)
         for number, one in enumerate(seen.found, 1):
             catalogue.add(one.state, used_ts=one.used_ts, uses=one.uses)
             if number % AT_ONCE == 0:
@@ -143,41 +153,8 @@ class Shelf:
 
     # -- coming ------------------------------------------------------------------------------------------
 
-    async def save(
-        self,
-        label: Label,
-        n_tokens: int,
-        write: Callable[[str], Awaitable[SlotFile]],
-        others: Callable[[str], bool] | None = None,
-    ) -> Entry | None:
-        """Let the engine write a state and make it count; None where that failed, which is no error (rule 3).
-
-        Args:
-            label: what it is.
-            n_tokens: about how many it has.
-            write: lets the engine write a file of that name.
-            others: whether a key is another's; given by who has no state under its key yet. What is there is
-                replaced only if this goes on from it; else this is saved under the next key, as ``key#2``.
-        """
-        async with self.saving:
-            try:
-                entry = await self._save(label, n_tokens, write, others)
-            except PolyKVError as error:
-                self.failed("save", error.message, key=label.key)
-                return None
-        self.metrics.saves["saved"] += 1
-        self.last_error = self._told = None
-        self._show()
-        log.info(
-            "kv_saved",
-            kind=label.kind.value,
-            key=entry.state.key,
-            tokens=len(entry.tokens),
-            bytes=entry.state.file_bytes,
-        )
-        return entry
-
-    def _draft(self, label: Label) -> SavedState:
+    def draft(self, label: Label) -> SavedState:
+        """A state that nothing is known of but what it is to be."""
         return SavedState(
             kind=label.kind,
             key=label.key,
@@ -194,75 +171,34 @@ class Shelf:
 
     def saved(self, label: Label) -> Entry | None:
         """What is there under a label, of this model."""
-        return self.catalogue.get(self._draft(label).identity)
-
-    async def _save(
-        self,
-        label: Label,
-        n_tokens: int,
-        write: Callable[[str], Awaitable[SlotFile]],
-        others: Callable[[str], bool] | None,
-    ) -> Entry:
-        state = self._draft(label)
-        await self._require_room(n_tokens * self.bytes_per_token)
-        before = self.catalogue.get(state.identity)
-        self._coming = state
-        name = self.store.temporary(state.identity)
-        done = False
-        try:
-            async with nullcontext() if before is None else self.holding(before):
-                written = await write(name)
-                if before is not None and others is not None:
-                    tokens = await asyncio.to_thread(self.store.tokens, name)
-                    if not goes_on(common_prefix(before.tokens, tokens), len(before.tokens)):
-                        self._coming = state = self._beside(state, others)
-                        before = None
-                        name = await asyncio.to_thread(self.store.rename, name, state.identity)
-                draft = replace(
-                    state, file=name, file_bytes=written.n_bytes, tokens=as_tokens([0]) * written.n_tokens
-                )
-                saved = await self._commit(draft, before)
-                done = True
-        finally:
-            self._coming = None
-            if not done:
-                await asyncio.to_thread(self.store.discard, name)
-        return saved
-
-    def _beside(self, state: SavedState, others: Callable[[str], bool]) -> SavedState:
-        """It under the first key after its own that nobody has."""
-        number = 2
-        while True:
-            beside = replace(state, key=f"{state.key}#{number}")
-            if self.catalogue.get(beside.identity) is None and not others(beside.key):
-                return beside
-            number += 1
-
-    async def _commit(self, draft: SavedState, before: Entry | None) -> Entry:
-        uses = 0 if before is None else before.uses
-        state = await asyncio.to_thread(self.store.commit, draft, used_ts=draft.created_ts, uses=uses)
-        return self.catalogue.add(state, used_ts=state.created_ts)
-
-    async def _require_room(self, n_bytes: int) -> None:
-        if n_bytes > self.limits.max_bytes:
-            raise StoreError(f"it would take {n_bytes} bytes, more than may be saved at all")
-        free = await asyncio.to_thread(self.store.free_bytes)
-        if free is not None and free - n_bytes < self.limits.min_free_bytes:
-            self._wanted = n_bytes  # the next round makes room
-            raise StoreError(f"the disk has {free} bytes left, and {self.limits.min_free_bytes} stay free")
+        return self.catalogue.get(self.draft(label).identity)
 
     async def restate(self, entry: Entry, pool: PoolRecord | None) -> None:
         """What is said of a saved pool changed."""
+        with suppress(StuckError):
+            await self.disk.in_time(self.tasks.spawn(self._restate(entry, pool)))
+
+    async def _restate(self, entry: Entry, pool: PoolRecord | None) -> None:
         state = replace(entry.state, pool=pool)
-        async with self.saving:
+        async with self.changing:
             if not self.catalogue.has(entry):
                 return
             try:
-                await asyncio.to_thread(self.store.restate, state, used_ts=entry.used_ts, uses=entry.uses)
-            except StoreError as error:
+                await self.disk.begin(0, self.store.restate, state, used_ts=entry.used_ts, uses=entry.uses)
+            except UnavailableError as error:
                 self.failed("save", error.message, key=state.key)
                 return
             entry.state = state
+
+    def wants(self, n_bytes: int) -> None:
+        """The disk had no room for so many bytes: the next round makes some."""
+        self._wanted = n_bytes
+
+    def worked(self) -> None:
+        """A state was saved."""
+        self.metrics.saves["saved"] += 1
+        self.last_error = self._told = None
+        self._show()
 
     def failed(self, what: str, reason: str, **fields: object) -> None:
         """Something did not work; the log tells the same reason once in a row."""
@@ -276,21 +212,33 @@ class Shelf:
     # -- use ---------------------------------------------------------------------------------------------
 
     @asynccontextmanager
-    async def holding(self, entry: Entry) -> AsyncIterator[None]:
-        """The state's file stays what it is and where it is meanwhile (rule 2)."""
+    async def holding(self, entry: Entry | None) -> AsyncIterator[None]:
+        """The state's file, if there is one, stays what it is and where it is meanwhile (rule 2)."""
+        if entry is None:
+            yield
+            return
         entry.holds += 1
+        self._held[entry] = None
         try:
             yield
         finally:
             entry.holds -= 1
+            if not entry.holds:
+                del self._held[entry]
             if not entry.holds and not self.catalogue.has(entry):
-                await asyncio.to_thread(self.store.discard, entry.state.file)
+                going = self.discard(entry.state.file)
+                with suppress(StuckError):
+                    await self.disk.in_time(going)
+
+    def discard(self, name: str) -> asyncio.Future[None]:
+        """A file that no state has any more goes."""
+        return self.disk.begin(0, self.store.discard, name)
 
     async def check(self, entry: Entry) -> bool:
         """Whether a state's file is what was saved; one that is not goes."""
         try:
-            wrong = await asyncio.to_thread(self.store.check, entry.state)
-        except StoreError as error:
+            wrong = await self.disk.run(self.store.check, entry.state)
+        except UnavailableError as error:
             self.failed("restore", error.message, key=entry.state.key)
             return False
         if wrong is None:
@@ -298,63 +246,95 @@ class Shelf:
         log.warning("saved_state_refused", key=entry.state.key, file=entry.state.file, reason=wrong)
         self.last_error = f"{entry.state.file}: {wrong}"
         self.metrics.restores["refused"] += 1
-        await self.remove(entry, Reason.IDENTITY_CHANGED)
+        with suppress(UnavailableError):
+            await self.remove(entry, Reason.IDENTITY_CHANGED)
         return False
 
     def used(self, entry: Entry) -> None:
         """A state was of use; the disk is told later (``remember``)."""
-        entry.used_ts, entry.uses = self.now_ts(), entry.uses + 1
-        self._used[entry] = None
+        entry.uses += 1
+        self.used_at(entry, self.now_ts())
+
+    def used_at(self, entry: Entry, used_ts: float) -> None:
+        """What a state is of was used then, epoch seconds; the disk is told later."""
+        if used_ts > entry.used_ts:
+            entry.used_ts = used_ts
+            self._used[entry] = None
 
     async def remove(self, entry: Entry, reason: Reason) -> bool:
-        """A state goes; False if that is not for now (``Catalogue.remove``), or it is gone already."""
-        async with self.saving:
-            if not self.catalogue.remove(entry, reason, self.now_ts()):
-                return False
-            await asyncio.to_thread(self.store.delete, entry.state, read=entry.holds > 0)
-        self._show()
-        log.info("saved_state_gone", kind=entry.state.kind.value, key=entry.state.key, reason=reason.value)
+        """A state goes, and its files; False if that is not for now (``Catalogue.remove``), or it is gone.
+
+        Raises:
+            UnavailableError: nobody finds it any more, but its files are still there.
+        """
+        going = self.take_out(entry, reason)
+        if going is None:
+            return False
+        await self.disk.in_time(going)
         return True
 
-    async def delete(
-        self,
-        key: str,
-        scope: Scope | None,
-        busy: Callable[[Entry], bool],
-        forget: Callable[[Entry], None] = lambda _: None,
-    ) -> int | None:
-        """Delete a key's states and those of all keys below it; how many, None where there is none.
+    def take_out(self, entry: Entry, reason: Reason) -> asyncio.Future[None] | None:
+        """``remove`` in one step: what is left is over when its files are gone."""
+        if not self.catalogue.remove(entry, reason, self.now_ts()):
+            return None
+        self._show()
+        log.info("saved_state_gone", kind=entry.state.kind.value, key=entry.state.key, reason=reason.value)
+        going = self.tasks.spawn(self._unlink(entry))
+        going.add_done_callback(lambda over: over.cancelled() or over.exception())  # it is told there
+        return going
+
+    async def all_over(self) -> None:
+        """Wait until what was begun is on disk, or gone from there.
+
+        Raises:
+            StuckError: see ``Disk``.
+        """
+        await self.disk.in_time(self.tasks.spawn(self._passed()))
+
+    async def _passed(self) -> None:
+        async with self.changing:  # who waited before had it before
+            pass
+
+    async def _unlink(self, entry: Entry) -> None:
+        async with self.changing:
+            replaced = self.catalogue.get(entry.state.identity) is not None
+            try:
+                await self.disk.begin(
+                    0, self.store.delete, entry.state, read=entry.holds > 0, replaced=replaced
+                )
+            except UnavailableError as error:
+                self.last_error = error.message
+                log.warning("saved_state_not_deleted", key=entry.state.key, reason=error.message)
+                raise
+
+    def is_in_use(self, entry: Entry) -> bool:
+        """Whether somebody works with it (rule 6)."""
+        if entry.holds or self.busy(entry):
+            return True
+        return any(coming.state.identity == entry.state.identity for coming in self.saves)
+
+    def deletable(self, key: str, scope: Scope | None) -> list[Entry] | None:
+        """A key's states and those of all keys below it, if all may go now; None where there is none.
 
         Args:
             key: see ``Catalogue.under``.
             scope: who asks; None sees all.
-            busy: whether somebody works with what a state is of.
-            forget: called with each, before it goes.
 
         Raises:
-            ConflictError: one of them is in use; then nothing is deleted.
+            ConflictError: one of them is in use.
         """
         entries = self.catalogue.under(key, scope)
-        state = self._coming
-        comes = state is not None and scope in (None, state.scope) and is_under(state.key, key)
-        if not entries and not comes:
-            return None
-        in_use = comes
-        for number, entry in enumerate(entries, 1):
-            in_use = in_use or entry.holds > 0 or busy(entry)
-            if in_use:
-                break
-            if number % AT_ONCE == 0:
-                await asyncio.sleep(0)
-        if in_use:
+        coming = any(
+            scope in (None, each.state.scope) and is_under(each.state.key, key) for each in self.saves
+        )
+        if coming or any(entry.holds or self.busy(entry) for entry in entries):
             raise ConflictError(f"what is saved under {key} is in use", code="cache_in_use", param="key")
-        count = 0
-        for entry in entries:
-            now = self.catalogue.get(entry.state.identity)  # it may have been saved anew meanwhile
-            if now is not None:
-                forget(now)
-                count += await self.remove(now, Reason.DELETED)
-        return count
+        return entries or None
+
+    def delete(self, entries: list[Entry]) -> list[asyncio.Future[None]]:
+        """Take out what ``deletable`` found, in the same step; returns a future each."""
+        going = [self.take_out(entry, Reason.DELETED) for entry in entries]
+        return [each for each in going if each is not None]
 
     async def sweep(self, now: float, *, due: bool = False) -> int:
         """Remove what has to go, if it is time; returns how many states went.
@@ -369,35 +349,57 @@ class Shelf:
             return 0
         self._swept_at = now
         wanted, self._wanted = self._wanted or 0, None
-        free = await asyncio.to_thread(self.store.free_bytes)
+        await self._sweep_litter()
+        free = await self.disk.run(self.store.free_bytes)
         if free is not None:
             free -= wanted
+        busy = set()
+        for number, entry in enumerate(self.catalogue, 1):
+            if self.is_in_use(entry):
+                busy.add(entry)
+            if number % AT_ONCE == 0:
+                await asyncio.sleep(0)
         gone = 0
-        for entry in await asyncio.to_thread(self.catalogue.overdue, self.limits, self.now_ts(), free):
-            gone += await self.remove(entry, Reason.SWEPT)
+        for entry in await asyncio.to_thread(self.catalogue.overdue, self.limits, self.now_ts(), free, busy):
+            if not self.is_in_use(entry):
+                gone += await self.remove(entry, Reason.SWEPT)
         return gone
+
+    async def _sweep_litter(self) -> None:
+        """Remove what the engine wrote after whoever wanted it had given up."""
+        known = {coming.file for coming in self.saves}
+        known |= {name.removesuffix(".tmp") + ".bin" for name in known}
+        async with self.changing:
+            known |= {entry.state.file for entry in (*self.catalogue, *self._held)}
+            count = await self.disk.run(self.store.litter, known, self.now_ts() - LITTER_S)
+        if count:
+            self.metrics.saves["late"] += count
+            log.warning("slot_files_nobody_waits_for", removed=count)
 
     async def remember(self) -> None:
         """Tell the disk which states were used, and why others are gone, if it does not know that yet."""
+        if self.disk.reason is not None:
+            return
         used, self._used = [entry for entry in self._used if self.catalogue.has(entry)], {}
         if used:
-            await asyncio.to_thread(self.store.touch, *used)
+            await self.disk.run(self.store.touch, *used)
         burials = self.catalogue.burials
         if not self._opened or burials == self._written:
             return
         gone = self.catalogue.tombstones(None)[::-1]
-        if await asyncio.to_thread(self.store.keep_tombstones, gone):
+        if await self.disk.run(self.store.keep_tombstones, gone):
             self._written = burials
 
     def _show(self) -> None:
         self.metrics.saved_bytes = self.catalogue.total_bytes
         self.metrics.saved_entries = len(self.catalogue)
+        self.metrics.disk_stuck = int(self.disk.reason is not None)
 
     def status(self) -> dict[str, Any]:
         """For ``/props`` and the listing."""
         return {
             "state": "on" if self.on else "off",
-            "reason": self.reason,
+            "reason": self.disk.reason if self.reason is None else self.reason,
             "entries": len(self.catalogue),
             "bytes": self.catalogue.total_bytes,
             "max_bytes": self.limits.max_bytes,

@@ -1,4 +1,4 @@
-"""The files of saved states: how they come, are checked, and go. Blocking; call it from a thread.
+"""The files of saved states: how they come, are checked, and go. Blocking; call it through ``Disk``.
 
 ::
 
@@ -28,19 +28,24 @@ from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import TYPE_CHECKING
 
+import structlog
 from xxhash import xxh3_128
 
 from polykv_proxy.durable import sidecar, tombstones
+from polykv_proxy.durable.disk import progress
 from polykv_proxy.durable.identity import canonical
 from polykv_proxy.engine import slotfile
 from polykv_proxy.errors import UnavailableError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+    from collections.abc import Set as AbstractSet
     from pathlib import Path
 
     from polykv_proxy.core.catalogue import Entry, SavedState, Tombstone
     from polykv_proxy.core.types import Tokens
+
+log = structlog.get_logger(__name__)
 
 STEPS = (
     "inspect",
@@ -140,6 +145,7 @@ class Store:
         for name in names:
             if not name.endswith(".json"):
                 continue
+            progress()
             try:
                 seen.found.append(self.read(name))
             except (OSError, sidecar.BadSidecarError, UnavailableError) as error:
@@ -179,6 +185,31 @@ class Store:
             raise sidecar.BadSidecarError("it belongs under another name")
         return Found(state, max(document.used_ts, path.stat().st_mtime), document.uses)
 
+    def litter(self, known: AbstractSet[str], before_ts: float) -> int:
+        """Remove slot files that nobody waits for any more; returns how many went.
+
+        The engine may write one after whoever asked for it gave up.
+
+        Args:
+            known: names that are somebody's, or may be.
+            before_ts: those that were changed later stay.
+
+        Raises:
+            StoreError: the folder cannot be read.
+        """
+        count = 0
+        try:
+            for name in self._names():
+                if ".json" in name or name in known:
+                    continue
+                with suppress(FileNotFoundError):
+                    if (self.folder / name).stat().st_mtime < before_ts:
+                        (self.folder / name).unlink()
+                        count += 1
+        except OSError as error:
+            raise StoreError(f"{self.folder}: {error.strerror}") from None
+        return count
+
     def free_bytes(self) -> int | None:
         """Of the disk; None if that cannot be told."""
         try:
@@ -192,6 +223,11 @@ class Store:
     def temporary(identity: tuple[str, ...]) -> str:
         """A name for the engine to save under."""
         return f"kv-{_hash(identity)}-{secrets.token_hex(4)}.tmp"
+
+    @staticmethod
+    def is_named(name: str, identity: tuple[str, ...]) -> bool:
+        """Whether a file has a name of an identity."""
+        return name.startswith(f"kv-{_hash(identity)}-")
 
     def tokens(self, name: str) -> Tokens:
         """What the engine saved under a name.
@@ -224,7 +260,9 @@ class Store:
             uses: so far.
 
         Raises:
-            StoreError: it is not what the engine said, or the disk refuses; the old state counts.
+            StoreError: it is not what the engine said, or the disk refuses; the old state counts. Where the
+                disk refuses only what makes the rename of the sidecar last, the new one does, and the log
+                tells: after a crash it may be the old one, whose file is gone, and then there is none.
         """
         temporary, final = self.folder / draft.file, draft.file.removesuffix(".tmp") + ".bin"
         try:
@@ -248,7 +286,7 @@ class Store:
             _sync(self.folder)
             self._put_sidecar(state, used_ts=used_ts, uses=uses)
         except OSError as error:
-            self._remove(draft.file, final)
+            self._remove(draft.file, final, f"{sidecar_name(draft)}.tmp")
             raise StoreError(f"{self.folder}: {error.strerror}") from None
         except UnavailableError:
             self._remove(draft.file)
@@ -259,10 +297,14 @@ class Store:
         name = sidecar_name(state)
         self._on_step("write_sidecar")
         temporary = self._written(f"{name}.tmp", sidecar.write(state, used_ts=used_ts, uses=uses))
+        os.utime(temporary, (used_ts, used_ts))  # being written is no use, see ``touch``
         self._on_step("rename_sidecar")
         temporary.rename(self.folder / name)
-        self._on_step("sync_commit")
-        _sync(self.folder)
+        try:
+            self._on_step("sync_commit")
+            _sync(self.folder)
+        except OSError as error:  # it counts by now (rule 1)
+            log.warning("sidecar_not_synced", file=name, reason=error.strerror)
 
     def _written(self, name: str, raw: bytes) -> Path:
         path = self.folder / name
@@ -309,9 +351,23 @@ class Store:
             with suppress(OSError):
                 os.utime(self.folder / sidecar_name(entry.state), (entry.used_ts, entry.used_ts))
 
-    def delete(self, state: SavedState, *, read: bool = False) -> None:
-        """A state goes; its sidecar first, and its file unless somebody reads it."""
-        self._remove(sidecar_name(state), *(() if read else (state.file,)))
+    def delete(self, state: SavedState, *, read: bool = False, replaced: bool = False) -> None:
+        """A state goes; its sidecar first.
+
+        Args:
+            state: which.
+            read: whether somebody reads its file, which stays then.
+            replaced: whether its sidecar is another's by now, and stays.
+
+        Raises:
+            StoreError: it is still there.
+        """
+        names = (() if replaced else (sidecar_name(state),)) + (() if read else (state.file,))
+        try:
+            for name in names:
+                (self.folder / name).unlink(missing_ok=True)
+        except OSError as error:
+            raise StoreError(f"{self.folder}: {error.strerror}") from None
 
     # -- what went ---------------------------------------------------------------------------------------
 
@@ -351,6 +407,7 @@ def digest_of(file: Path) -> str:
     with file.open("rb") as data:
         while chunk := data.read(_CHUNK):
             state.update(chunk)
+            progress()
     return state.hexdigest()
 
 

@@ -122,15 +122,15 @@ class Rig:
         stock: FakePolykv | None = None,
         copies: CopyLimits | None = None,
         cells: int | None = None,
-        saving: FakeDurable | None = None,
+        saving: FakeDurable | tuple[FakeDurable, ...] | None = None,
         **settings: Any,
     ) -> None:
         self.engines = (
             [FakePolykv(slots=slots, max_pools=max_pools) for _ in models] if stock is None else [stock]
         )
-        self.saving = saving
+        self.saves = saving is not None
         if saving is not None:
-            self.engines = [saving]
+            self.engines = list(saving) if isinstance(saving, tuple) else [saving]
         self._copies = copies
         for engine, model in zip(self.engines, models, strict=True):
             engine.model = model
@@ -207,13 +207,14 @@ class Rig:
         key = self.settings.engine.api_key
         pooling = Pooling(runtime)
         durable = None
-        if self.saving is not None:
+        if self.saves:
+            saving: Any = fake
             runtime.saver = durable = Durable(
                 runtime,
                 pooling,
                 self.settings.durable,
-                folder=self.saving.folder,
-                model=self.saving.model_file,
+                folder=saving.folder,
+                model=saving.model_file,
             )
         return Engine(
             number,

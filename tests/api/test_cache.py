@@ -116,3 +116,32 @@ async def test_props_say_whether_and_why_not(rig):
     assert (await rig.ask("/props")).json["opencoti"]["durable_kv"]["state"] == "on"
     rig.durable.shelf.reason = "for a test"
     assert (await rig.ask("/props")).json["opencoti"]["durable_kv"]["reason"] == "for a test"
+
+
+async def test_a_key_is_deleted_on_all_engines_or_on_none(tmp_path):
+    """In use on the second, it stays on the first."""
+    durable = {"min_tokens": 8, "min_free_bytes": 0, "idle_save_s": 0.0}
+    engines = tuple(FakeDurable(tmp_path / name, slots=1) for name in "xy")
+    async with Rig(saving=engines, models=("x", "y"), durable=durable) as rig:
+        for model in "xy":
+            await rig.ask(CHAT, chat("first", session_id=f"run/{model}", model=model))
+        for engine in rig.fleet:
+            await engine.durable.round()
+        (entry,) = rig.fleet[1].durable.shelf.catalogue
+        async with rig.fleet[1].durable.shelf.holding(entry):
+            refused = await rig.ask("/polykv/cache/run", method="DELETE")
+        assert (refused.status, refused.error["code"]) == (409, "cache_in_use")
+        assert [len(engine.durable.shelf.catalogue) for engine in rig.fleet] == [1, 1]
+        assert (await rig.ask("/polykv/cache/run", method="DELETE")).json["deleted"] == 2
+
+
+async def test_a_deletion_that_the_disk_refuses_is_an_error(rig):
+    """Nobody is told that it is gone."""
+    await talk(rig, "a", "first")
+    folder = rig.durable.shelf.store.folder
+    (sidecar,) = folder.glob("*.json")
+    sidecar.unlink()
+    sidecar.mkdir()
+    (sidecar / "x").mkdir()
+    refused = await get(rig, "/a", method="DELETE")
+    assert (refused.status, refused.error["code"]) == (503, "slot_file")

@@ -1,10 +1,12 @@
 """Claims about ``durable.pools``: the tree comes back under the same ids, from disk where a file is right."""
 
 import asyncio
+import threading
 
 import pytest
 from api.rig import until
 
+from polykv_proxy.core.catalogue import Retention
 from polykv_proxy.core.types import PoolState
 
 ROOT = {"prompt": "r" * 100}
@@ -156,7 +158,7 @@ async def test_a_pool_that_went_while_it_was_saved_is_not_kept(proxies):
     root = await rig.pool(ROOT)
     held = rig.engine.slow["/polykv/engine/pools/0"] = asyncio.Event()
     keeping = asyncio.create_task(rig.durable.pools.keep())
-    await until(rig.durable.shelf.saving.locked)
+    await until(lambda: len(rig.durable.shelf.saves))
     leaving = rig.start(f"/polykv/pools/{root['pool_id']}", method="DELETE")
     await until(lambda: rig.runtime.plane.tree.was_released(root["pool_id"]))
     held.set()
@@ -249,3 +251,86 @@ async def test_a_second_crash_while_they_come_back(proxies):
     await rig.up()
     await rig.durable.settled(20)
     await until(lambda: shape(rig) == before)
+
+
+def only(rig):
+    """The one pool that there is."""
+    (pool,) = rig.runtime.plane.tree
+    return pool
+
+
+async def test_how_long_a_pool_was_out_of_use_is_known_after_a_restart(proxies):
+    """Its lifetime goes on from its last use, not from when it was saved; coming back is no use."""
+    rig = await proxies(slots=2)
+    await rig.pool({**ROOT, "ttl_s": 100})
+    began = rig.runtime.now_ts()
+    await rig.durable.round()
+    only(rig).last_access_ts = began + 199
+    await rig.durable.drain()
+    again = await proxies(slots=2)
+    await again.durable.settled(20)
+    assert only(again).last_access_ts == pytest.approx(began + 199, abs=0.01)
+    again.runtime.now_ts = lambda: began + 200
+    await again.pooling.tender.round()
+    await again.durable.round()
+    assert only(again).state is PoolState.RESIDENT
+    assert len(again.durable.shelf.catalogue) == 1
+    again.runtime.now_ts = lambda: began + 300
+    await again.pooling.tender.round()
+    assert list(again.runtime.plane.tree) == []
+
+
+async def test_what_a_pool_was_saved_for_is_not_its_use(proxies):
+    """The value of its state is by its last use from the start."""
+    rig = await proxies(slots=2)
+    await rig.pool(ROOT)
+    used = only(rig).last_access_ts = rig.runtime.now_ts() - 1000.0
+    await rig.durable.round()
+    (entry,) = rig.durable.shelf.catalogue
+    assert entry.used_ts == used
+    await rig.ask(f"/polykv/pools/{only(rig).pool_id}/pin", {})
+    only(rig).last_access_ts = used
+    await rig.durable.round()
+    assert entry.state.pool.pinned
+    (found,) = rig.durable.shelf.store.scan().found
+    assert found.used_ts == pytest.approx(used, abs=0.01)
+
+
+async def test_a_pool_that_is_there_is_not_swept_from_disk(proxies):
+    """Who works with it may lose the engine at any time."""
+    rig = await proxies(slots=2)
+    await rig.pool(ROOT)
+    await rig.durable.round()
+    (entry,) = rig.durable.shelf.catalogue
+    shelf = rig.durable.shelf
+    shelf.limits = Retention(max_bytes=0, max_idle_s=0.0, min_free_bytes=0)
+    entry.used_ts -= 1000.0
+    assert await shelf.sweep(1e9, due=True) == 0
+    assert list(shelf.catalogue) == [entry]
+    await rig.ask(f"/polykv/pools/{only(rig).pool_id}/evict", {})
+    assert await shelf.sweep(2e9, due=True) == 1
+
+
+async def test_what_was_released_just_before_the_end_does_not_come_back(proxies):
+    """Its file goes with the drain."""
+    rig = await proxies()
+    await rig.pool(ROOT)
+    await rig.durable.round()
+    assert len(rig.durable.shelf.catalogue) == 1
+    await rig.ask(f"/polykv/pools/{only(rig).pool_id}", method="DELETE")
+    await rig.durable.drain()
+    assert list(rig.engine.folder.glob("kv-*")) == []
+
+
+async def test_a_disk_that_hangs_does_not_keep_requests_from_an_engine_that_came_back(proxies):
+    """Its pools are computed."""
+    rig = await proxies(slots=2, disk_wait_s=0.2)
+    await rig.pool({**ROOT, "pin": True})
+    await rig.durable.round()
+    go_on, check = threading.Event(), rig.durable.shelf.store.check
+    rig.durable.shelf.store.check = lambda state: go_on.wait(20) and check(state)
+    await crashed(rig)
+    assert rig.durable.is_settled
+    assert only(rig).state is PoolState.RESIDENT
+    assert rig.runtime.metrics.rebuilds["prefill"] == 1
+    go_on.set()

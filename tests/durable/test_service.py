@@ -1,13 +1,17 @@
 """Claims about ``durable.service``: when KV is saved at all, and what model it is of."""
 
+import asyncio
+import threading
+
 import pytest
-from api.rig import CHAT, chat
+from api.rig import CHAT, chat, until
 
 from durable.files import PAIRS, gguf_bytes
 from durable.test_sessions import keys, prompt_of, turn
 from polykv_proxy.core.plane import ControlPlane
 from polykv_proxy.core.types import Capability, EngineFacts
 from polykv_proxy.durable.service import MAX_TRIES, Durable
+from polykv_proxy.durable.store import Store
 from polykv_proxy.errors import UnavailableError
 from polykv_proxy.runtime import Runtime
 
@@ -202,3 +206,52 @@ async def test_an_engine_that_never_answers_the_canary_serves_without(proxies, m
     assert len(tries) == MAX_TRIES
     assert "did not answer" in rig.durable.status()["reason"]
     await turn(rig, "a", "first")
+
+
+async def test_a_folder_that_does_not_answer_keeps_nobody_from_the_engine(proxies, monkeypatch):
+    """It serves, and the status says why nothing is saved."""
+    go_on = threading.Event()
+    monkeypatch.setattr(Store, "open", lambda _: go_on.wait(20))
+    rig = await proxies(disk_wait_s=0.2)
+    assert "did not answer" in rig.durable.status()["reason"]
+    assert (await rig.ask(CHAT, chat("a", "first", session_id="a"))).status == 200
+    go_on.set()
+
+
+async def test_an_empty_model_file_is_none_that_can_be_identified(proxies):
+    """The engine has it open, and somebody writes it anew."""
+    rig = await proxies()
+    rig.down()
+    rig.engine.model_file.write_bytes(b"")
+    rig.engine.restart()
+    await rig.up()
+    assert "cannot be read" in rig.durable.status()["reason"]
+
+
+async def test_a_fault_of_ours_ends_saving_and_not_serving(proxies, monkeypatch):
+    """Whatever it is; the log and the status tell."""
+
+    async def fails(*_):
+        raise ValueError("a fault")
+
+    monkeypatch.setattr("polykv_proxy.durable.canary.sings", fails)
+    rig = await proxies()
+    assert "a fault" in rig.durable.status()["reason"]
+    await turn(rig, "a", "first")
+
+
+async def test_a_fault_of_ours_does_not_end_the_rounds(proxies, monkeypatch):
+    """It is told, and the next one comes."""
+    monkeypatch.setattr("polykv_proxy.durable.service.ROUND_S", 0.0)
+    rig = await proxies()
+    rounds = []
+
+    async def fails():
+        rounds.append(1)
+        raise ValueError("a fault")
+
+    rig.durable.round = fails
+    running = asyncio.create_task(rig.durable.run())
+    await until(lambda: len(rounds) > 2)
+    running.cancel()
+    assert "a fault" in rig.durable.status()["last_error"]

@@ -11,15 +11,16 @@ from polykv_proxy.core.catalogue import Kind, Reason, Retention
 from polykv_proxy.core.cells import need_of_pool
 from polykv_proxy.core.slots import Ask, Content
 from polykv_proxy.core.types import Scope, SlotId
+from polykv_proxy.durable.saves import Label
 from polykv_proxy.durable.sessions import RETRY_S
-from polykv_proxy.durable.shelf import Label
 from polykv_proxy.engine.wire import SlotFile
 
 
 async def turn(rig, name, *contents, **more):
-    """A turn of a conversation; returns what of its prompt was reused."""
+    """A turn of a conversation, and what it displaced is on disk; returns what of its prompt was reused."""
     answer = await rig.ask(CHAT, chat(name, *contents, session_id=name, **more))
     assert answer.status == 200, answer.body
+    await rig.durable.shelf.all_over()
     return answer.json["timings"]["cache_n"]
 
 
@@ -324,6 +325,7 @@ async def test_a_slot_that_holds_as_much_is_used_instead(proxies):
     rig = await proxies(min_tokens=64)
     await turn(rig, "a", "first")
     await turn(rig, "b", "first")
+    await rig.durable.round()
     before = rig.engine.moved("restore")
     assert await turn(rig, "a", "first", "second") > 150
     assert rig.engine.moved("restore") == before
@@ -359,12 +361,13 @@ async def test_a_client_that_leaves_does_not_stop_a_save(proxies):
     await turn(rig, "a", "first")
     held = rig.engine.slow["/slots/0"] = asyncio.Event()
     asking = rig.start(CHAT, chat("b", "first", session_id="b"))
-    await until(rig.durable.shelf.saving.locked)
+    await until(lambda: len(rig.durable.shelf.saves))
     asking.cancel()
     await asyncio.sleep(0.05)
     assert rig.idle == 0
     held.set()
     await rig.quiet()
+    await rig.durable.shelf.all_over()
     assert keys(rig) == ["a"]
     (entry,) = rig.durable.shelf.catalogue
     assert await rig.durable.shelf.check(entry)
@@ -432,7 +435,7 @@ async def test_who_leaves_while_kv_moves_is_gone_at_once(proxies, what):
     name, said = ("c", "first") if what == "save" else ("a", "y" * 300)
     asking = rig.start(CHAT, chat(name, said, "more", session_id=name))
     slot = rig.runtime.plane.board.slots[0]
-    await until(lambda: going and (rig.durable.shelf.saving.locked() or slot.before[0] is None))
+    await until(lambda: going and (len(rig.durable.shelf.saves) or slot.before[0] is None))
     asking.cancel()
     await until(lambda: not going)  # its handler is gone, and the lease is not
     assert rig.idle == 0
@@ -440,6 +443,7 @@ async def test_who_leaves_while_kv_moves_is_gone_at_once(proxies, what):
         assert [entry.state.key for entry in rig.durable.shelf.catalogue if entry.holds] == ["a"]
     held.set()
     await rig.quiet()
+    await rig.durable.shelf.all_over()
     assert len(rig.engine.moved("restore")) == before + (what == "restore")
     assert not any(entry.holds for entry in rig.durable.shelf.catalogue)
     assert rig.durable.shelf.metrics.saves["failed"] == 0
@@ -467,7 +471,7 @@ async def test_a_state_that_is_to_be_restored_stays_readable(proxies, end):
             async def write(name):
                 return SlotFile(len(longer), rig.engine._write(name, longer))
 
-            assert await shelf.save(label, len(longer), write) is not None
+            assert await shelf.saves.save(label, len(longer), write) is not None
         elif end == "delete":
             assert (await rig.ask("/polykv/cache/a", method="DELETE")).status == 409
         else:
@@ -488,10 +492,12 @@ async def test_who_is_emptied_for_his_cells_is_saved_first(proxies):
     rig = await proxies(slots=2)
     await turn(rig, "a", "first")
     assert await rig.runtime.empty_oldest()
+    await rig.durable.shelf.all_over()
     assert keys(rig) == ["a"]
     await turn(rig, "b", "first")
     slot = rig.runtime.plane.sessions.get("b").slot
     assert await rig.runtime._empty(SlotId(slot))
+    await rig.durable.shelf.all_over()
     assert keys(rig) == ["a", "b"]
 
 
@@ -500,6 +506,7 @@ async def test_a_pool_that_is_computed_saves_what_it_displaces(proxies):
     rig = await proxies()
     await turn(rig, "a", "first")
     await rig.pool({"prompt": "x" * 200})
+    await rig.durable.shelf.all_over()
     assert keys(rig) == ["a"]
 
 
@@ -674,6 +681,7 @@ async def test_a_slot_is_saved_once_also_if_two_are_to_displace_it(proxies):
         rig.runtime.saver.before_request(lease, None, 0), rig.runtime._take_back(("slot", SlotId(0)))
     )
     assert len(rig.engine.moved("save")) == before + 1
+    await rig.durable.shelf.all_over()
     (entry,) = rig.durable.shelf.catalogue
     assert len(entry.tokens) > 300
     rig.runtime.finish(lease, clean=True, content=Content.NOTHING)
@@ -753,7 +761,7 @@ async def test_who_is_closed_while_he_is_saved_is_forgotten(proxies):
     await turn(rig, "a", "y" * 300)
     held = rig.engine.slow["/slots/0"] = asyncio.Event()
     keeping = asyncio.create_task(rig.durable.sessions.keep_idle(0.0))
-    await until(rig.durable.shelf.saving.locked)
+    await until(lambda: len(rig.durable.shelf.saves))
     closing = rig.start("/polykv/sessions/a/close", {})
     await asyncio.sleep(0.02)
     held.set()
@@ -808,7 +816,7 @@ async def test_however_often_its_caller_is_cancelled_a_save_goes_to_its_end(prox
     await turn(rig, "a", "y" * 300)
     held = rig.engine.slow["/slots/0"] = asyncio.Event()
     keeping = asyncio.create_task(rig.durable.sessions.keep_idle(0.0))
-    await until(rig.durable.shelf.saving.locked)
+    await until(lambda: len(rig.durable.shelf.saves))
     for _ in range(3):
         keeping.cancel()
         await asyncio.sleep(0.01)
@@ -817,6 +825,7 @@ async def test_however_often_its_caller_is_cancelled_a_save_goes_to_its_end(prox
     held.set()
     with pytest.raises(asyncio.CancelledError):
         await keeping
+    await rig.durable.shelf.all_over()
     assert keys(rig) == ["a"]
     assert rig.idle == 1
 
@@ -830,14 +839,153 @@ async def test_who_does_not_go_on_from_what_is_being_saved_does_not_wait_for_it(
     await turn(rig, "a", "y" * 300, "more" * 9)
     held = rig.engine.slow["/slots/0"] = asyncio.Event()
     keeping = asyncio.create_task(rig.durable.sessions.keep_idle(0.0))
-    await until(rig.durable.shelf.saving.locked)
+    await until(lambda: len(rig.durable.shelf.saves))
     before = len(rig.engine.moved("restore"))
     await turn(rig, "b", "first")
     assert not keeping.done()
     sessions = rig.durable.sessions
-    assert sessions._may_be_coming(rig.runtime.plane.sessions.get("a"))
-    assert not sessions._may_be_coming(rig.runtime.plane.sessions.get("b"))
+    assert sessions._on_the_way(rig.runtime.plane.sessions.get("a"))
+    assert not sessions._on_the_way(rig.runtime.plane.sessions.get("b"))
     held.set()
     await keeping
-    assert not sessions._may_be_coming(rig.runtime.plane.sessions.get("a"))
+    assert not sessions._on_the_way(rig.runtime.plane.sessions.get("a"))
     assert len(rig.engine.moved("restore")) == before
+
+
+def hanging(rig, name, until_s=20):
+    """Its disk hangs in that step until what this returns is set."""
+    go_on = threading.Event()
+    rig.durable.shelf.store._on_step = lambda step: step == name and go_on.wait(until_s)
+    return go_on
+
+
+async def test_a_disk_that_hangs_takes_no_slot_and_no_request_waits_for_it(proxies):
+    """Neither who displaces a conversation, nor who would have been saved, nor the end of the proxy."""
+    rig = await proxies(slots=2, idle_save_s=1000.0, disk_wait_s=0.3, drain_s=5.0)
+    await turn(rig, "a", "y" * 300)
+    await turn(rig, "b", "z" * 300)
+    go_on = hanging(rig, "sync_file")
+    idle = asyncio.create_task(rig.durable.sessions.keep_idle(0.0))
+    await until(lambda: len(rig.durable.shelf.saves) == 1 and rig.idle == 2)
+    for name in "cdef":
+        answer = await rig.ask(CHAT, chat(name, "w" * 300, session_id=name))
+        assert answer.status == 200
+    await idle
+    await until(lambda: not rig.durable.shelf.on)
+    assert "did not answer" in rig.durable.status()["reason"]
+    answer = await rig.ask(CHAT, chat("a", "y" * 300, "more", session_id="a"))
+    assert answer.status == 200
+    assert (await rig.ask("/polykv/cache")).json["engines"][0]["state"] == "off"
+    assert (await rig.ask("/polykv/sessions/a/close", {})).status == 200
+    await rig.durable.round()
+    await rig.durable.drain()
+    await rig.quiet()
+    go_on.set()
+    await until(lambda: rig.durable.shelf.on)
+    await rig.durable.shelf.all_over()
+    assert "a" not in keys(rig)
+    await turn(rig, "g", "v" * 300)
+    assert len(rig.durable.shelf.saves) == 0
+    assert [await rig.durable.shelf.check(entry) for entry in rig.durable.shelf.catalogue]
+
+
+async def test_who_goes_on_before_what_he_left_is_on_disk_is_not_believed_to_have_it_there(proxies):
+    """His edited history is in the slot by then: what the file holds of that is not known."""
+    rig = await proxies(idle_save_s=1000.0)
+    await turn(rig, "a", LONG)
+    go_on = hanging(rig, "sync_file")
+    idle = asyncio.create_task(rig.durable.sessions.keep_idle(0.0))
+    await until(lambda: len(rig.durable.shelf.saves) == 1 and rig.idle == 1)
+    session = rig.runtime.plane.sessions.get("a")
+    assert session.coming == session.delivered
+    answer = await rig.ask(CHAT, chat("a", "z" * 700, session_id="a"))
+    assert answer.status == 200
+    go_on.set()
+    await idle
+    assert session.kept is None
+    assert session.coming is None
+    await rig.durable.sessions.keep_idle(0.0)
+    assert max(len(entry.tokens) for entry in rig.durable.shelf.catalogue) > 700
+    assert len(rig.engine.moved("save")) == 3  # the canary's, and both
+
+
+async def test_what_is_on_its_way_is_not_written_again(proxies):
+    """By who takes the slot before it counts."""
+    rig = await proxies(idle_save_s=1000.0)
+    await turn(rig, "a", "y" * 300)
+    before = len(rig.engine.moved("save"))
+    go_on = hanging(rig, "sync_file")
+    idle = asyncio.create_task(rig.durable.sessions.keep_idle(0.0))
+    await until(lambda: len(rig.durable.shelf.saves) == 1 and rig.idle == 1)
+    assert (await rig.ask(CHAT, chat("b", "z" * 300, session_id="b"))).status == 200
+    assert len(rig.engine.moved("save")) == before + 1
+    go_on.set()
+    await idle
+    assert keys(rig) == ["a"]
+
+
+async def test_what_is_deleted_while_somebody_looks_whether_to_save_it_stays_away(proxies):
+    """The engine was asked what the slot holds, and meanwhile the state on disk went."""
+    rig = await proxies(idle_save_s=1000.0)
+    await turn(rig, "a", "first")
+    await rig.durable.sessions.keep_idle(0.0)
+    await turn(rig, "a", "first", "second " * 30)
+    client, asked, go_on = rig.runtime.client, asyncio.Event(), asyncio.Event()
+    counters = client.counters
+
+    async def slow():
+        sample = await counters()
+        asked.set()
+        await go_on.wait()
+        return sample
+
+    client.counters = slow
+    keeping = asyncio.create_task(rig.durable.sessions.keep_idle(0.0))
+    await until(lambda: asked.is_set() and rig.idle == 0)
+    client.counters = counters
+    assert (await rig.ask("/polykv/cache/a", method="DELETE")).json["deleted"] == 1
+    go_on.set()
+    await keeping
+    await rig.durable.shelf.all_over()
+    assert keys(rig) == []
+    assert [path.name for path in rig.engine.folder.glob("kv-*")] == []
+
+
+async def test_what_is_deleted_with_others_is_not_saved_while_they_go(proxies):
+    """All go in one step: a save that begins before the last file went is of what was said since."""
+    rig = await proxies(idle_save_s=1000.0, slots=2)
+    for name in ("a", "a/b"):
+        await turn(rig, name, "first")
+    await rig.durable.sessions.keep_idle(0.0)
+    await turn(rig, "a/b", "first", "second " * 30)
+    store, reached, go_on = rig.durable.shelf.store, threading.Event(), threading.Event()
+    delete = store.delete
+
+    def slow(state, **more):
+        reached.set()
+        go_on.wait(20)
+        delete(state, **more)
+
+    store.delete = slow
+    deleting = rig.start("/polykv/cache/a", method="DELETE")
+    await until(reached.is_set)
+    await rig.durable.sessions.keep_idle(0.0)
+    go_on.set()
+    assert (await deleting).json["deleted"] == 2
+    await rig.durable.shelf.all_over()
+    assert keys(rig) == []
+    assert [path.name for path in rig.engine.folder.glob("kv-*")] == []
+
+
+async def test_what_is_closed_while_somebody_reads_it_goes(proxies):
+    """Nobody finds it any more, and its file goes with the last who reads it."""
+    rig = await proxies(idle_save_s=1000.0)
+    await turn(rig, "a", "first")
+    await rig.durable.sessions.keep_idle(0.0)
+    (entry,) = rig.durable.shelf.catalogue
+    file = rig.engine.folder / entry.state.file
+    async with rig.durable.shelf.holding(entry):
+        assert (await rig.ask("/polykv/sessions/a/close", {})).status == 200
+        assert keys(rig) == []
+        assert file.exists()
+    assert list(rig.engine.folder.glob("kv-*")) == []

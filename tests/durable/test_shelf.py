@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import threading
+import time
 
 import pytest
 
@@ -10,7 +11,10 @@ from durable.files import engine_saves
 from polykv_proxy.core.catalogue import Kind, PoolRecord, Reason, Retention
 from polykv_proxy.core.plane import ControlPlane
 from polykv_proxy.core.types import PoolId, Scope
-from polykv_proxy.durable.shelf import SWEEP_S, Label, Shelf
+from polykv_proxy.durable.disk import StuckError
+from polykv_proxy.durable.saves import Label
+from polykv_proxy.durable.shelf import LITTER_S, SWEEP_S, Shelf
+from polykv_proxy.durable.store import StoreError
 from polykv_proxy.engine.wire import SlotFile
 from polykv_proxy.errors import ConflictError, UnavailableError
 from polykv_proxy.metrics import Metrics
@@ -19,11 +23,15 @@ from polykv_proxy.metrics import Metrics
 class Bench:
     """A shelf, the engine that writes for it, and a clock."""
 
-    def __init__(self, folder, **limits):
+    def __init__(self, folder, *, patience_s=20.0, **limits):
         self.folder, self.now = folder, 1000.0
         limits = {"min_free_bytes": 0} | limits
         self.shelf = Shelf(
-            folder, Retention(**limits), Metrics(ControlPlane(max_waiting=1)), lambda: self.now
+            folder,
+            Retention(**limits),
+            Metrics(ControlPlane(max_waiting=1)),
+            lambda: self.now,
+            patience_s=patience_s,
         )
         self.shelf.model_id, self.shelf.reason = "m", None
 
@@ -36,7 +44,17 @@ class Bench:
                 raise fault
             return SlotFile(len(tokens), engine_saves(self.folder, name, tokens))
 
-        return await self.shelf.save(Label(**label), len(tokens), write)
+        return await self.shelf.saves.save(Label(**label), len(tokens), write)
+
+    async def delete(self, key, scope=None):
+        """Delete a key's states; how many went."""
+        entries = self.shelf.deletable(key, scope)
+        if entries is None:
+            return None
+        going = self.shelf.delete(entries)
+        for each in going:
+            await each
+        return len(going)
 
     @property
     def files(self):
@@ -58,7 +76,7 @@ async def test_what_is_saved_is_there_for_the_next_one(tmp_path):
     assert found.state == entry.state
     assert found.used_ts == 2000.0
     assert again.shelf.metrics.saved_bytes == entry.state.file_bytes
-    assert bench.shelf.metrics.saves == {"saved": 1, "failed": 0}
+    assert bench.shelf.metrics.saves == {"saved": 1, "failed": 0, "late": 0}
 
 
 async def test_the_next_state_takes_the_place_of_the_last(tmp_path):
@@ -130,14 +148,16 @@ async def test_what_is_in_use_is_not_deleted(tmp_path):
     """None of the keys below it either."""
     bench = Bench(tmp_path)
     one, two = await bench.save(range(100), "run/a"), await bench.save(range(90), "run/b")
-    assert await bench.shelf.delete("none", None, lambda _: False) is None
+    assert await bench.delete("none") is None
     two.holds = 1
     with pytest.raises(ConflictError, match="in use"):
-        await bench.shelf.delete("run", None, lambda _: False)
+        await bench.delete("run")
     two.holds = 0
+    bench.shelf.busy = lambda entry: entry is one
     with pytest.raises(ConflictError, match="in use"):
-        await bench.shelf.delete("run", None, lambda entry: entry is one)
-    assert await bench.shelf.delete("run", None, lambda _: False) == 2
+        await bench.delete("run")
+    bench.shelf.busy = lambda _: False
+    assert await bench.delete("run") == 2
     assert bench.files == []
 
 
@@ -220,12 +240,15 @@ async def test_what_is_being_replaced_does_not_go(tmp_path, how):
     await asyncio.to_thread(reached.wait)
     if how == "delete":
         with pytest.raises(ConflictError, match="in use"):
-            await bench.shelf.delete("me", None, lambda _: False)
+            await bench.delete("me")
     else:
         bench.shelf.limits = Retention(max_bytes=0, min_free_bytes=0)
-        assert await bench.shelf.sweep(1.0, due=True) == 0
+        sweeping = asyncio.create_task(bench.shelf.sweep(1.0, due=True))
+        await asyncio.sleep(0.02)
+        bench.shelf.limits = Retention(min_free_bytes=0)
     go_on.set()
     new = await saving
+    assert how == "delete" or await sweeping == 0
     assert new is not old
     assert list(bench.shelf.catalogue) == [new]
     again = Bench(tmp_path)
@@ -254,7 +277,7 @@ async def test_a_file_that_somebody_reads_is_there_until_he_is_done(tmp_path, ho
         assert file.read_bytes() == raw
         for reason in (Reason.SWEPT, Reason.DELETED):
             assert not await bench.shelf.remove(entry, reason)
-        assert await bench.shelf.delete("none", None, lambda _: False) is None
+        assert await bench.delete("none") is None
         bench.shelf.limits = Retention(max_bytes=0, min_free_bytes=0)
         await bench.shelf.sweep(1.0, due=True)
         assert file.read_bytes() == raw
@@ -329,14 +352,14 @@ async def test_what_is_saved_for_the_first_time_is_in_use(tmp_path):
 
     async def write(name):
         with pytest.raises(ConflictError):
-            await bench.shelf.delete("run", None, lambda _: False)
-        told.append(await bench.shelf.delete("run", Scope("other"), lambda _: False))
+            await bench.delete("run")
+        told.append(await bench.delete("run", Scope("other")))
         return SlotFile(100, engine_saves(tmp_path, name, range(100)))
 
     label = Label(kind=Kind.SESSION, key="run/a", scope=Scope(""), config={})
-    assert await bench.shelf.save(label, 100, write) is not None
+    assert await bench.shelf.saves.save(label, 100, write) is not None
     assert told == [None]
-    assert await bench.shelf.delete("run", None, lambda _: False) == 1
+    assert await bench.delete("run") == 1
 
 
 async def test_near_the_floor_of_the_disk_room_is_made_for_what_came(tmp_path):
@@ -353,3 +376,106 @@ async def test_near_the_floor_of_the_disk_room_is_made_for_what_came(tmp_path):
     assert await bench.shelf.sweep(12.0) == 0
     assert await bench.shelf.sweep(11.0 + SWEEP_S) == 1
     assert await bench.shelf.sweep(11.0 + 2 * SWEEP_S) == 0  # nobody wanted any since
+
+
+async def test_a_disk_that_hangs_is_told_and_nobody_waits_for_it(tmp_path):
+    """In the status and a metric; when it answers again all goes on, and what it did meanwhile counts."""
+    go_on = threading.Event()
+    bench = Bench(tmp_path, patience_s=0.05)
+    shelf = bench.shelf
+    old = await bench.save(range(100), "a")
+    shelf.store._on_step = lambda _: go_on.wait(20)
+    assert await bench.save(range(90), "b") is None  # on its way
+    assert not shelf.on
+    assert "did not answer" in shelf.status()["reason"]
+    assert shelf.status()["state"] == "off"
+    assert shelf.metrics.disk_stuck == 1
+    assert not await shelf.check(old)
+    with pytest.raises(StuckError):
+        await shelf.remove(old, Reason.INEFFECTIVE)
+    assert list(shelf.catalogue) == []
+    async with shelf.holding(old):
+        pass
+    await shelf.restate(old, None)
+    await shelf.remember()
+    with pytest.raises(StuckError):
+        await shelf.all_over()
+    go_on.set()
+    async with asyncio.timeout(20):
+        while not shelf.on:
+            await asyncio.sleep(0.01)
+    await shelf.all_over()
+    (entry,) = shelf.catalogue
+    assert entry.state.key == "b"
+    assert await shelf.check(entry)
+    assert len(bench.files) == 2
+    assert shelf.metrics.disk_stuck == 0
+    assert shelf.status()["state"] == "on"
+
+
+async def test_a_folder_that_does_not_answer_at_the_start_says_so(tmp_path):
+    """Whoever waits for the engine does not wait for it."""
+    bench, go_on = Bench(tmp_path, patience_s=0.05), threading.Event()
+    bench.shelf.store.open = lambda: go_on.wait(20)
+    assert "did not answer" in await bench.shelf.open()
+    go_on.set()
+
+
+async def test_what_the_engine_wrote_for_nobody_goes_and_is_counted(tmp_path):
+    """A call that was given up before it was done; not what is on its way, known, or being read."""
+    bench = Bench(tmp_path, max_idle_s=1e12)
+    entry, gone = await bench.save(range(100), "a"), await bench.save(range(100), "b")
+    late = bench.shelf.store.temporary(("session", "late"))
+    engine_saves(tmp_path, late, range(70))
+
+    async def write(name):
+        size = engine_saves(tmp_path, name, range(90))
+        bench.now = time.time() + LITTER_S + 60.0
+        async with bench.shelf.holding(gone):
+            going = bench.shelf.take_out(gone, Reason.INEFFECTIVE)
+            await going
+            assert await bench.shelf.sweep(5.0, due=True) == 0
+            assert (tmp_path / gone.state.file).exists()
+        return SlotFile(90, size)
+
+    label = Label(kind=Kind.SESSION, key="c", scope=Scope(""), config={})
+    assert await bench.shelf.saves.save(label, 90, write) is not None
+    assert await bench.shelf.check(entry)
+    assert late not in bench.files
+    assert len(bench.files) == 4
+    assert bench.shelf.metrics.saves["late"] == 1
+
+
+@pytest.mark.parametrize("which", ["none", "new"])
+async def test_a_deletion_is_one_step(tmp_path, which):
+    """What is saved anew afterwards is another state, and its files stay; those deleted are gone."""
+    bench = Bench(tmp_path)
+    for key in ("run", "run/a"):
+        await bench.save(range(100), key)
+    entries = bench.shelf.deletable("run", None)
+    going = bench.shelf.delete(entries)
+    assert list(bench.shelf.catalogue) == []
+    if which == "new":
+        new = await bench.save(range(120), "run/a")
+    for each in going:
+        await each
+    if which == "new":
+        assert await bench.shelf.check(new)
+    again = Bench(tmp_path)
+    await again.shelf.open()
+    assert [len(entry.tokens) for entry in again.shelf.catalogue] == ([120] if which == "new" else [])
+
+
+async def test_a_deletion_that_the_disk_refuses_is_told(tmp_path):
+    """It is found by nobody, and still there."""
+    bench = Bench(tmp_path)
+    entry = await bench.save(range(100))
+
+    def refuses(*_, **__):
+        raise StoreError("Read-only file system")
+
+    bench.shelf.store.delete = refuses
+    with pytest.raises(StoreError):
+        await bench.delete("me")
+    assert not bench.shelf.catalogue.has(entry)
+    assert "Read-only" in bench.shelf.last_error

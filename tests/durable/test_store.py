@@ -76,10 +76,11 @@ def test_a_crash_at_any_step_leaves_the_old_state_or_the_new(tmp_path, step, bef
         assert Store(tmp_path).check(one.state) is None
 
 
-@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("step", [step for step in STEPS if step != "sync_commit"])
 def test_a_full_disk_at_any_step_is_an_error_and_no_more(tmp_path, step):
-    """The old state counts up to the commit; afterwards the new one or none."""
+    """The old state counts, and nothing else is there."""
     saved(Store(tmp_path), state(OLD))
+    before = files(tmp_path)
 
     def full(name):
         if name == step:
@@ -87,8 +88,62 @@ def test_a_full_disk_at_any_step_is_an_error_and_no_more(tmp_path, step):
 
     with pytest.raises(StoreError, match="No space left"):
         saved(Store(tmp_path, full), state(NEW))
-    found, _ = opened(tmp_path)
-    assert found in ([OLD], []) if step == "sync_commit" else found == [OLD]
+    assert files(tmp_path) == before
+    assert opened(tmp_path)[0] == [OLD]
+
+
+def test_a_disk_that_fails_after_the_commit_takes_nothing_back(tmp_path):
+    """The sidecar names the new file by then."""
+    saved(Store(tmp_path), state(OLD))
+
+    def fails(name):
+        if name == "sync_commit":
+            raise OSError(errno.EIO, "Input/output error")
+
+    one = saved(Store(tmp_path, fails), state(NEW))
+    assert Store(tmp_path).check(one) is None
+    assert opened(tmp_path) == ([NEW], [])
+
+
+def test_what_cannot_be_deleted_is_told(tmp_path, monkeypatch):
+    """Who deleted it thinks that it is gone."""
+    store = Store(tmp_path)
+    one = saved(store, state(OLD))
+
+    def fails(*_, **__):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(tmp_path), "unlink", fails)
+        with pytest.raises(StoreError, match="Read-only"):
+            store.delete(one)
+    store.delete(one, replaced=True)
+    assert files(tmp_path) == [sidecar_name(one)]
+
+
+def test_what_nobody_waits_for_goes(tmp_path):
+    """Slot files only, of ours, and old ones."""
+    store = Store(tmp_path)
+    one = saved(store, state(OLD))
+    late, young, known = (store.temporary(("x",)) for _ in range(3))
+    for name in (late, young, known, "mine.tmp"):
+        (tmp_path / name).write_bytes(b"x")
+        os.utime(tmp_path / name, (50.0, 50.0))
+    os.utime(tmp_path / young, (150.0, 150.0))
+    os.utime(tmp_path / one.file, (50.0, 50.0))
+    before = files(tmp_path)
+    assert store.litter({one.file, known}, 100.0) == 1
+    assert files(tmp_path) == [name for name in before if name != late]
+    with pytest.raises(StoreError):
+        Store(tmp_path / "none").litter(set(), 100.0)
+
+
+def test_being_written_is_no_use(tmp_path):
+    """The time of a state is that of its use, also where its sidecar is written later."""
+    store = Store(tmp_path)
+    one = saved(store, state(OLD))
+    store.restate(one, used_ts=70.0, uses=0)
+    assert store.open().found[0].used_ts == 70.0
 
 
 @pytest.mark.parametrize(
