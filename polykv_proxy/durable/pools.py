@@ -19,7 +19,8 @@ from polykv_proxy.core.pools import PrefixPool
 from polykv_proxy.core.rebuild import rebuilds
 from polykv_proxy.core.types import PoolNumber, PoolOrigin, PoolState, PoolUid
 from polykv_proxy.durable.saves import Label
-from polykv_proxy.errors import EngineGoneError, PolyKVError, UnavailableError
+from polykv_proxy.durable.shelf import part_of
+from polykv_proxy.errors import EngineGoneError, PolyKVError
 
 if TYPE_CHECKING:
     from polykv_proxy.core.catalogue import Entry
@@ -205,10 +206,12 @@ class SavedPools:
                 return None
             try:
                 return await self._restore(pool, entry, parent, branch_pos)
-            except UnavailableError as error:
-                if isinstance(error, EngineGoneError):
-                    raise
-                self._shelf.failed("restore", error.message, key=entry.state.key)
+            except EngineGoneError:
+                raise
+            except PolyKVError as error:
+                self._runtime.readings.changed()
+                sample = await self._runtime.readings.take(max_age_s=0.0)
+                self._shelf.not_restored(entry, error, sample)
                 return None
 
     async def _fits(self, pool: PrefixPool) -> bool:
@@ -246,7 +249,7 @@ class SavedPools:
                 entered.number, entry.state.file, number, entered.branch_pos
             )
             if made.n_tokens != pool.prefix_len:
-                raise UnavailableError(f"{made.n_tokens} of {pool.prefix_len} tokens came back")
+                raise part_of(entry, made.n_tokens)
             plane.pools.on_ready(entered, PoolUid(made.uid))
             done = True
         finally:

@@ -28,9 +28,11 @@ from polykv_proxy.core.catalogue import Kind, Reason
 from polykv_proxy.core.media import has_media
 from polykv_proxy.core.types import PoolId, common_prefix
 from polykv_proxy.core.worth import goes_on, is_worth_a_file, pays
+from polykv_proxy.durable.adapters import has_adapters
 from polykv_proxy.durable.identity import config_of
 from polykv_proxy.durable.savers import Savers, is_named
 from polykv_proxy.durable.saves import Label
+from polykv_proxy.durable.shelf import part_of
 from polykv_proxy.errors import EngineGoneError, PolyKVError, UnavailableError
 
 if TYPE_CHECKING:
@@ -311,15 +313,15 @@ class SavedSessions:
         async with self._shelf.holding(entry):  # whoever waits for it may leave
             try:
                 moved = await runtime.client.restore_slot(slot, entry.state.file)
+                if moved.n_tokens != len(entry.tokens):
+                    raise part_of(entry, moved.n_tokens)
             except PolyKVError as error:
-                self._shelf.failed("restore", error.message, key=entry.state.key)
+                runtime.readings.changed()
+                self._shelf.not_restored(entry, error, await runtime.readings.take(max_age_s=0.0))
                 return
             finally:
                 runtime.backend.forget([slot])
                 runtime.readings.changed()
-        if moved.n_tokens != len(entry.tokens):
-            self._shelf.failed("restore", f"{moved.n_tokens} of {len(entry.tokens)} tokens came back")
-            return
         lease.restored, lease.restored_tokens = entry, matched
         key, session.kept = entry.state.key, (entry.state.file, matched)
         if self._goes_on_from(session, entry, matched) and not self._savers.is_anothers(session, key):
@@ -429,8 +431,3 @@ def _tell(over: asyncio.Future[None]) -> None:
 
 def _seen(sample: EngineSample, number: SlotId) -> SlotSample | None:
     return next((each for each in sample.slots if each.slot == number), None)
-
-
-def has_adapters(body: bytes) -> bool:
-    """Whether a request may choose LoRA adapters of its own: what it computes is not this model's KV."""
-    return b'"lora"' in body

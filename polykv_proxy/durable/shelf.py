@@ -37,12 +37,13 @@ from polykv_proxy.durable.disk import Disk, StuckError
 from polykv_proxy.durable.saves import Saves
 from polykv_proxy.durable.store import Store
 from polykv_proxy.edge.tasks import TaskSet
-from polykv_proxy.errors import ConflictError, UnavailableError
+from polykv_proxy.errors import ConflictError, PolyKVError, UnavailableError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
     from polykv_proxy.core.catalogue import Entry, PoolRecord
+    from polykv_proxy.core.types import EngineSample
     from polykv_proxy.durable.saves import Label
     from polykv_proxy.metrics import Metrics
 
@@ -59,6 +60,15 @@ LITTER_S = 600.0
 
 PATIENCE_S = 20.0
 """Seconds that a disk may take, see ``Disk``, if nobody says so."""
+
+
+_VERDICTS = ("engine_refused", "engine_failed")
+"""Codes of errors in which an engine answers, and will answer the same again unless it lacked cells."""
+
+
+def part_of(entry: Entry, n_tokens: int) -> UnavailableError:
+    """The error for a state of which only so many tokens came back."""
+    return UnavailableError(f"{n_tokens} of {len(entry.tokens)} tokens came back", code="engine_failed")
 
 
 class Shelf:
@@ -208,6 +218,18 @@ class Shelf:
         report = log.debug if self._told == reason else log.warning
         self._told = reason
         report(f"kv_{what}_failed", reason=reason, **fields)
+
+    def not_restored(self, entry: Entry, error: PolyKVError, sample: EngineSample | None) -> None:
+        """The engine did not take a state; it goes if that is its verdict, which it will be again.
+
+        Args:
+            entry: which.
+            error: what it said.
+            sample: the engine as it is now; None if nobody knows: then it may have lacked cells.
+        """
+        self.failed("restore", error.message, key=entry.state.key)
+        if error.code in _VERDICTS and sample is not None and sample.cells_free >= len(entry.tokens):
+            self.take_out(entry, Reason.INEFFECTIVE)
 
     # -- use ---------------------------------------------------------------------------------------------
 

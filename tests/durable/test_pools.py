@@ -8,6 +8,7 @@ from api.rig import until
 
 from polykv_proxy.core.catalogue import Retention
 from polykv_proxy.core.types import PoolState
+from polykv_proxy.errors import BadRequestError, UnavailableError
 
 ROOT = {"prompt": "r" * 100}
 CHILD = {"prompt": "r" * 100 + "c" * 50}
@@ -334,3 +335,30 @@ async def test_a_disk_that_hangs_does_not_keep_requests_from_an_engine_that_came
     assert only(rig).state is PoolState.RESIDENT
     assert rig.runtime.metrics.rebuilds["prefill"] == 1
     go_on.set()
+
+
+@pytest.mark.parametrize("status", [400, 503])
+async def test_a_pool_that_the_engine_will_not_take_is_saved_anew(proxies, status):
+    """Its file would be refused at every start."""
+    rig = await proxies(slots=2)
+    pool = await rig.pool({**ROOT, "pin": True})
+    await rig.durable.round()
+    (entry,) = rig.durable.shelf.catalogue
+    rig.down()
+    rig.engine.restart()
+    client, restore = rig.runtime.client, rig.runtime.client.restore_pool
+
+    async def refuses(*_):
+        if status == 400:
+            raise BadRequestError("not a saved state of this model", code="engine_refused")
+        raise UnavailableError("not a saved state of this model", code="engine_refused")
+
+    client.restore_pool = refuses
+    await rig.up()
+    await rig.durable.settled(20)
+    client.restore_pool = restore
+    assert rig.runtime.metrics.rebuilds["prefill"] == 1
+    await rig.durable.round()
+    (anew,) = rig.durable.shelf.catalogue
+    assert anew.state.key == pool["pool_id"]
+    assert anew.state.file != entry.state.file

@@ -1,6 +1,7 @@
 """Claims about ``durable.sessions``: saved when a slot is lost, restored when it pays, and proven."""
 
 import asyncio
+import json
 import threading
 from dataclasses import replace
 
@@ -14,6 +15,7 @@ from polykv_proxy.core.types import Scope, SlotId
 from polykv_proxy.durable.saves import Label
 from polykv_proxy.durable.sessions import RETRY_S
 from polykv_proxy.engine.wire import SlotFile
+from polykv_proxy.errors import BadRequestError, UnavailableError
 
 
 async def turn(rig, name, *contents, **more):
@@ -989,3 +991,45 @@ async def test_what_is_closed_while_somebody_reads_it_goes(proxies):
         assert keys(rig) == []
         assert file.exists()
     assert list(rig.engine.folder.glob("kv-*")) == []
+
+
+@pytest.mark.parametrize("why", ["verdict", "part", "cells", "silence"])
+async def test_what_the_engine_will_not_take_is_not_tried_for_ever(proxies, why):
+    """Unless it lacked cells, or did not answer."""
+    rig = await proxies(slots=2)
+    for name in "abc":
+        await turn(rig, name, name * 300)
+    client, restore = rig.runtime.client, rig.runtime.client.restore_slot
+    tries = []
+
+    async def refuses(slot, name):
+        tries.append(name)
+        if why == "part":
+            moved = await restore(slot, name)
+            return SlotFile(moved.n_tokens - 1, moved.n_bytes)
+        if why == "cells":
+            rig.engine.cells = rig.engine.used + 200
+        if why == "silence":
+            raise UnavailableError("the engine did not answer", code="engine_timeout")
+        raise BadRequestError("Unable to restore slot", code="engine_refused")
+
+    client.restore_slot = refuses
+    (entry,) = [each for each in rig.durable.shelf.catalogue if each.state.key == "a"]
+    assert (await rig.ask(CHAT, chat("a", "a" * 300, "more", session_id="a"))).status == 200
+    client.restore_slot = restore
+    assert len(tries) == 1
+    assert rig.durable.shelf.catalogue.has(entry) == (why in ("cells", "silence"))
+    assert rig.durable.shelf.metrics.restores["failed"] == 1
+    if why in ("verdict", "part"):
+        gone = rig.durable.shelf.catalogue.tombstones(None)
+        assert [(each.key, each.reason) for each in gone] == [("a", Reason.INEFFECTIVE)]
+
+
+async def test_adapters_of_ones_own_are_seen_however_they_are_spelt(proxies):
+    """An escaped key is the same key to the engine."""
+    rig = await proxies()
+    body = json.dumps(chat("a", "first", session_id="a") | {"lora": [{"id": 0, "scale": 0.5}]})
+    body = body.replace('"lora"', '"l\\u006fra"').encode()
+    assert (await rig.ask(CHAT, body, Content_Type="application/json")).status == 200
+    await rig.durable.round()
+    assert keys(rig) == []
