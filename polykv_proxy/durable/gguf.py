@@ -6,7 +6,8 @@
     type, offset), padding, weights
 
 Models that were trained on from the same one may have the same header and table. Their weights differ
-everywhere, so that a few pieces tell.
+everywhere, or in some of the tensors only: so a piece of each is looked at, and pieces all over the file. Two
+that differ in less than that, such as some rows of one tensor, are taken for one.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ import re
 import struct
 from dataclasses import asdict, dataclass
 from hashlib import sha256
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
+
+from polykv_proxy.durable.disk import progress
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -29,6 +33,9 @@ _STRING, _ARRAY, _U32 = 8, 9, 4
 _SHARD = re.compile(r"^(.*)-(\d{5})-of-(\d{5})\.gguf$")
 _MAX_DIMENSIONS = 16
 _PIECES, _PIECE_BYTES = 32, 16 * 1024
+_TENSOR_BYTES = 4 * 1024
+_ALIGNMENT = 32
+"""Of the weights, where the header names no other."""
 
 
 class NotGgufError(ValueError):
@@ -45,7 +52,7 @@ class GgufIdentity:
     tensors: str
     """SHA-256 of that table."""
     weights: str
-    """SHA-256 of pieces of what follows, evenly spread."""
+    """SHA-256 of pieces of what follows: evenly spread, and the middle of each tensor."""
 
     def plain(self) -> dict[str, Any]:
         """For a digest."""
@@ -76,35 +83,55 @@ def read(path: Path) -> Gguf:
             raise NotGgufError("this is no GGUF file")
         reader.number("<I")
         tensors, pairs = reader.number("<Q"), reader.number("<Q")
-        window = None
+        window, alignment = None, _ALIGNMENT
         for _ in range(pairs):
             key = reader.text()
             value = reader.value(reader.number("<I"))
+            if key == b"general.alignment" and value:
+                alignment = value
             if key.endswith(b".attention.sliding_window") and value:
                 window = max(window or 0, value)
-        table = reader.at
+        table, offsets = reader.at, []
         for _ in range(tensors):
             reader.text()
             dimensions = reader.number("<I")
             if dimensions > _MAX_DIMENSIONS:
                 raise NotGgufError("a tensor has more dimensions than there are")
-            reader.take(8 * dimensions + 4 + 8)
+            reader.take(8 * dimensions + 4)
+            offsets.append(reader.number("<Q"))
         identity = GgufIdentity(
             size=len(data),
             header=sha256(data[:table]).hexdigest(),
             tensors=sha256(data[table : reader.at]).hexdigest(),
-            weights=_pieces(data, reader.at),
+            weights=_pieces(data, reader.at, offsets, alignment),
         )
     return Gguf(identity, window)
 
 
-def _pieces(data: mmap.mmap, start: int) -> str:
-    """Digest of ``_PIECES`` runs of ``_PIECE_BYTES``, the first and the last bytes among them."""
+def _pieces(data: mmap.mmap, start: int, offsets: list[int], alignment: int) -> str:
+    """Digest of ``_PIECES`` runs of ``_PIECE_BYTES``, and of the middle ``_TENSOR_BYTES`` of each tensor.
+
+    The first and the last bytes are among them.
+
+    Args:
+        data: the file.
+        start: where its table ends.
+        offsets: of its tensors.
+        alignment: of the first of them.
+    """
     digest = sha256()
+    data.madvise(mmap.MADV_RANDOM)  # what lies between the pieces is not wanted
     last = max(start, len(data) - _PIECE_BYTES)
     for number in range(_PIECES):
         at = start + (last - start) * number // (_PIECES - 1)
         digest.update(data[at : at + _PIECE_BYTES])
+        progress()
+    begin = start + -start % alignment
+    edges = [*sorted({min(begin + offset, len(data)) for offset in offsets}), len(data)]
+    for at, end in pairwise(edges):
+        middle = max(at, (at + end - _TENSOR_BYTES) // 2)
+        digest.update(data[middle : min(end, middle + _TENSOR_BYTES)])
+        progress()
     return digest.hexdigest()
 
 

@@ -47,6 +47,58 @@ def test_other_weights_are_another_model(tmp_path, at):
     assert other.weights != right.weights
 
 
+@pytest.mark.parametrize("alignment", [None, 128])
+def test_other_weights_in_any_one_tensor_are_another_model(tmp_path, alignment):
+    """A layer that was trained on, of many; a small one, the first and the last."""
+    sizes = [40_000, 64, 4096, 100_000, 32, 1 << 20, 9000]
+    grid = alignment or 32
+    starts = [sum(-(-size // grid) * grid for size in sizes[:number]) for number in range(len(sizes))]
+    pairs = PAIRS if alignment is None else [*PAIRS, ("general.alignment", alignment)]
+    tensors = [(f"blk.{number}.weight", (4,), 0, start) for number, start in enumerate(starts)]
+    head = gguf_bytes(pairs, tensors)[:-320]
+    head += bytes(-len(head) % grid)
+    raw = head + bytes(starts[-1] + sizes[-1])
+    right = identity(tmp_path, raw)
+    for start, size in zip(starts, sizes, strict=True):
+        changed = bytearray(raw)
+        changed[len(head) + start : len(head) + start + size] = b"\1" * size
+        other = identity(tmp_path, bytes(changed))
+        assert (other.size, other.header, other.tensors) == (right.size, right.header, right.tensors)
+        assert other.weights != right.weights, start
+
+
+def test_only_little_of_a_model_is_read(tmp_path):
+    """Some pieces, and one of each tensor, however large they are."""
+    path, count = tmp_path / "m.gguf", 300
+    tensors = [(f"blk.{number}.weight", (4,), 0, number << 24) for number in range(count)]
+    head = gguf_bytes(tensors=tensors)[:-320]
+    path.write_bytes(head)
+    with path.open("r+b") as file:
+        file.truncate(len(head) + (count << 24))  # holes take no room
+    digests = []
+    real = gguf.sha256
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gguf, "sha256", lambda *args: digests.append(Counting(real(*args))) or digests[-1])
+        assert gguf.read(path).identity.size == len(head) + (count << 24)
+    assert sum(each.bytes for each in digests) <= 32 * 16384 + count * 4096
+
+
+class Counting:
+    """A digest that knows how much went into it."""
+
+    def __init__(self, digest):
+        self.digest, self.bytes = digest, 0
+
+    def update(self, data):
+        """Some more."""
+        self.bytes += len(data)
+        self.digest.update(data)
+
+    def hexdigest(self):
+        """What it is."""
+        return self.digest.hexdigest()
+
+
 @pytest.mark.parametrize("cut", [0, 3, 10, 23, 60, 150, 300])
 def test_a_file_that_ends_early_is_none(tmp_path, cut):
     """Within its header or table."""
