@@ -47,16 +47,16 @@ async def test_nobody_waits_for_a_disk_that_hangs():
 
 async def test_what_makes_progress_is_not_stuck():
     """However long it takes; nor what moves many bytes at once."""
-    disk = Disk(0.2)
+    disk = Disk(0.5)
 
     def works():
-        for _ in range(10):
+        for _ in range(15):
             time.sleep(0.05)
             progress()
         return True
 
     assert await disk.run(works)
-    assert await disk.in_time(disk.begin(10**9, lambda: time.sleep(0.4) or True))
+    assert await disk.in_time(disk.begin(10**9, lambda: time.sleep(0.8) or True))
     assert disk.reason is None
     progress()  # outside of such work it is nothing
 

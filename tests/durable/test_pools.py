@@ -325,11 +325,18 @@ async def test_what_was_released_just_before_the_end_does_not_come_back(proxies)
 
 async def test_a_disk_that_hangs_does_not_keep_requests_from_an_engine_that_came_back(proxies):
     """Its pools are computed."""
-    rig = await proxies(slots=2, disk_wait_s=0.2)
+    rig = await proxies(slots=2)
     await rig.pool({**ROOT, "pin": True})
     await rig.durable.round()
     go_on, check = threading.Event(), rig.durable.shelf.store.check
     rig.durable.shelf.store.check = lambda state: go_on.wait(20) and check(state)
+    restore = rig.durable.pools.rebuild
+
+    async def rebuild():
+        rig.durable.shelf.disk._patience_s = 0.1
+        await restore()
+
+    rig.durable.pools.rebuild = rebuild
     await crashed(rig)
     assert rig.durable.is_settled
     assert only(rig).state is PoolState.RESIDENT

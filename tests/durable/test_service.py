@@ -212,7 +212,7 @@ async def test_a_folder_that_does_not_answer_keeps_nobody_from_the_engine(proxie
     """It serves, and the status says why nothing is saved."""
     go_on = threading.Event()
     monkeypatch.setattr(Store, "open", lambda _: go_on.wait(20))
-    rig = await proxies(disk_wait_s=0.2)
+    rig = await proxies(disk_wait_s=1.0)
     assert "did not answer" in rig.durable.status()["reason"]
     assert (await rig.ask(CHAT, chat("a", "first", session_id="a"))).status == 200
     go_on.set()

@@ -863,10 +863,11 @@ def hanging(rig, name, until_s=20):
 
 async def test_a_disk_that_hangs_takes_no_slot_and_no_request_waits_for_it(proxies):
     """Neither who displaces a conversation, nor who would have been saved, nor the end of the proxy."""
-    rig = await proxies(slots=2, idle_save_s=1000.0, disk_wait_s=0.3, drain_s=5.0)
+    rig = await proxies(slots=2, idle_save_s=1000.0, drain_s=5.0)
     await turn(rig, "a", "y" * 300)
     await turn(rig, "b", "z" * 300)
-    go_on = hanging(rig, "sync_file")
+    go_on, disk = hanging(rig, "sync_file"), rig.durable.shelf.disk
+    disk._patience_s = 0.3
     idle = asyncio.create_task(rig.durable.sessions.keep_idle(0.0))
     await until(lambda: len(rig.durable.shelf.saves) == 1 and rig.idle == 2)
     for name in "cdef":
@@ -882,6 +883,7 @@ async def test_a_disk_that_hangs_takes_no_slot_and_no_request_waits_for_it(proxi
     await rig.durable.round()
     await rig.durable.drain()
     await rig.quiet()
+    disk._patience_s = 20.0
     go_on.set()
     await until(lambda: rig.durable.shelf.on)
     await rig.durable.shelf.all_over()

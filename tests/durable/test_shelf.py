@@ -381,10 +381,11 @@ async def test_near_the_floor_of_the_disk_room_is_made_for_what_came(tmp_path):
 async def test_a_disk_that_hangs_is_told_and_nobody_waits_for_it(tmp_path):
     """In the status and a metric; when it answers again all goes on, and what it did meanwhile counts."""
     go_on = threading.Event()
-    bench = Bench(tmp_path, patience_s=0.05)
+    bench = Bench(tmp_path)
     shelf = bench.shelf
     old = await bench.save(range(100), "a")
     shelf.store._on_step = lambda _: go_on.wait(20)
+    shelf.disk._patience_s = 0.05
     assert await bench.save(range(90), "b") is None  # on its way
     assert not shelf.on
     assert "did not answer" in shelf.status()["reason"]
@@ -400,6 +401,7 @@ async def test_a_disk_that_hangs_is_told_and_nobody_waits_for_it(tmp_path):
     await shelf.remember()
     with pytest.raises(StuckError):
         await shelf.all_over()
+    shelf.disk._patience_s = 20.0
     go_on.set()
     async with asyncio.timeout(20):
         while not shelf.on:
