@@ -20,6 +20,7 @@ from polykv_proxy.durable import canary, gguf, identity
 from polykv_proxy.durable.adapters import has_adapters
 from polykv_proxy.durable.disk import StuckError
 from polykv_proxy.durable.pools import SavedPools
+from polykv_proxy.durable.restores import Restores
 from polykv_proxy.durable.sessions import SavedSessions
 from polykv_proxy.durable.shelf import Shelf
 from polykv_proxy.errors import BadRequestError, NotFoundError, PolyKVError, UnavailableError
@@ -77,6 +78,7 @@ class Durable:
         self.sessions = SavedSessions(
             runtime, self.shelf, secrets.token_hex(3), min_tokens=settings.min_tokens
         )
+        self.restores = Restores(runtime, self.shelf, self.sessions, min_tokens=settings.min_tokens)
         self.shelf.busy = self.sessions.busy
         self.pools = SavedPools(runtime, pooling, self.shelf, recent_s=settings.pool_recent_s)
         self._epoch = ""
@@ -242,7 +244,7 @@ class Durable:
             return
         await self.sessions.keep_displaced(lease)
         if tokens is not None and not lease.ended:
-            await self.sessions.bring_back(lease, tokens, held)
+            await self.restores.bring_back(lease, tokens, held)
 
     async def before_loss(self, slot: SlotId) -> None:
         """See ``Saver``."""
@@ -256,7 +258,7 @@ class Durable:
 
     async def on_answer(self, lease: Lease, cached_tokens: int | None) -> None:
         """See ``Saver``."""
-        await self.sessions.on_answer(lease, cached_tokens)
+        await self.restores.on_answer(lease, cached_tokens)
 
     async def on_close(self, session: Session, *, keep: bool) -> bool:
         """See ``Saver``."""

@@ -1,21 +1,16 @@
-"""Claims about ``durable.sessions``: saved when a slot is lost, restored when it pays, and proven."""
+"""Claims about ``durable.sessions``: saved when a slot is lost, and only what a whole answer left."""
 
 import asyncio
 import json
 import threading
-from dataclasses import replace
 
 import pytest
 from api.rig import CHAT, chat, until
 
-from polykv_proxy.core.catalogue import Kind, Reason, Retention
 from polykv_proxy.core.cells import need_of_pool
 from polykv_proxy.core.slots import Ask, Content
 from polykv_proxy.core.types import Scope, SlotId
-from polykv_proxy.durable.saves import Label
 from polykv_proxy.durable.sessions import RETRY_S
-from polykv_proxy.engine.wire import SlotFile
-from polykv_proxy.errors import BadRequestError, UnavailableError
 
 
 async def turn(rig, name, *contents, **more):
@@ -250,17 +245,6 @@ async def test_what_is_not_the_conversation_is_not_saved(proxies, more):
     assert keys(rig) == []
 
 
-async def test_a_request_with_adapters_of_its_own_gets_nothing(proxies):
-    """The engine would not reuse it, and the state would be taken for one that does not help."""
-    rig = await proxies()
-    await turn(rig, "a", "first")
-    await turn(rig, "b", "first")
-    before = rig.engine.moved("restore")
-    await turn(rig, "a", "first", "second", lora=[{"id": 0, "scale": 1.0}])
-    assert rig.engine.moved("restore") == before
-    assert "a" in keys(rig)
-
-
 async def test_little_of_ones_own_is_not_worth_a_file(proxies):
     """It is computed as soon as read."""
     rig = await proxies(min_tokens=2000)
@@ -284,209 +268,6 @@ async def test_a_file_that_would_be_nearly_all_its_pools_is_not_written(proxies)
     assert len(looks) == 1
     closed = (await rig.ask("/polykv/sessions/a/close?keep=1", {})).json
     assert closed["kept"] is True
-
-
-async def test_a_restore_that_does_not_help_is_seen_and_goes(proxies):
-    """The engine said that it restored; the answer says otherwise."""
-    rig = await proxies()
-    await turn(rig, "a", "first")
-    await turn(rig, "b", "first")
-    rig.engine.window = 5
-    assert await turn(rig, "a", "first", "second") == 5
-    metrics = rig.durable.shelf.metrics
-    assert (metrics.restores["ineffective"], metrics.restores["effective"]) == (1, 0)
-    assert "a" not in keys(rig)
-    assert Reason.INEFFECTIVE in [each.reason for each in rig.durable.shelf.catalogue.tombstones(None)]
-
-
-async def test_a_restore_that_fails_is_a_plain_request(proxies):
-    """The slot is empty then, and nobody is told that it holds something."""
-    rig = await proxies()
-    await turn(rig, "a", "first")
-    await turn(rig, "b", "first")
-    rig.engine.broken["/slots/0"] = (400, b'{"error": {"code": 400, "message": "Unable to restore slot"}}')
-    await turn(rig, "a", "first", "second")
-    del rig.engine.broken["/slots/0"]
-    assert rig.durable.shelf.metrics.restores["failed"] == 1
-    assert rig.durable.shelf.status()["last_error"]
-
-
-async def test_a_pool_that_holds_as_much_is_used_instead(proxies):
-    """Nothing is read from disk for a few tokens."""
-    rig = await proxies()
-    await turn(rig, "a", "first")
-    await turn(rig, "b", "first")
-    await rig.pool({"messages": chat("a", "first")["messages"]})
-    before = rig.engine.moved("restore")
-    await turn(rig, "a", "first", "x")
-    assert rig.engine.moved("restore") == before
-
-
-async def test_a_slot_that_holds_as_much_is_used_instead(proxies):
-    """What another conversation left there begins alike; nothing is read for the rest."""
-    rig = await proxies(min_tokens=64)
-    await turn(rig, "a", "first")
-    await turn(rig, "b", "first")
-    await rig.durable.round()
-    before = rig.engine.moved("restore")
-    assert await turn(rig, "a", "first", "second") > 150
-    assert rig.engine.moved("restore") == before
-    assert {"a", "b"} <= set(keys(rig))
-
-
-async def test_a_state_that_does_not_fit_is_left_on_disk(proxies):
-    """For a moment all of it needs cells."""
-    rig = await proxies(slots=2)
-    await turn(rig, "a", "first")
-    await turn(rig, "b", "first")
-    await turn(rig, "c", "first")
-    before = rig.engine.moved("restore")
-    rig.engine.cells = rig.engine.used + 20
-    await turn(rig, "a", "first", "second")
-    assert rig.engine.moved("restore") == before
-    assert "a" in keys(rig)
-
-
-async def test_another_keys_conversation_is_never_found(proxies):
-    """Scopes are apart on disk, too."""
-    rig = await proxies()
-    await rig.ask(CHAT, chat("a", "first"), Authorization="Bearer one")
-    await turn(rig, "b", "first")
-    before = rig.engine.moved("restore")
-    await rig.ask(CHAT, chat("a", "first", "second"), Authorization="Bearer two")
-    assert rig.engine.moved("restore") == before
-
-
-async def test_a_client_that_leaves_does_not_stop_a_save(proxies):
-    """The slot is kept until it is done: a late save would be of another conversation."""
-    rig = await proxies()
-    await turn(rig, "a", "first")
-    held = rig.engine.slow["/slots/0"] = asyncio.Event()
-    asking = rig.start(CHAT, chat("b", "first", session_id="b"))
-    await until(lambda: len(rig.durable.shelf.saves))
-    asking.cancel()
-    await asyncio.sleep(0.05)
-    assert rig.idle == 0
-    held.set()
-    await rig.quiet()
-    await rig.durable.shelf.all_over()
-    assert keys(rig) == ["a"]
-    (entry,) = rig.durable.shelf.catalogue
-    assert await rig.durable.shelf.check(entry)
-
-
-SOON = {"hold_grace_s": 0.02, "keepalive_s": 0.01}
-"""Streams open soon and then wait."""
-
-
-async def comments(answer):
-    """What a held stream sent until it had sent three."""
-    seen = b""
-    async with asyncio.timeout(20.0):
-        while seen.count(b":\n\n") < 3:
-            seen += await answer.content.readany()
-    return seen
-
-
-@pytest.mark.parametrize("why", ["save", "restore", "erase", "read"])
-async def test_a_stream_that_waits_for_kv_is_kept_alive(proxies, why):
-    """Another's is saved from its slot, its own comes back, its slot is being emptied."""
-    rig = await proxies(queue=SOON)
-    await turn(rig, "a", "y" * 300)
-    emptying = None
-    if why in ("restore", "read"):
-        await turn(rig, "b", "z" * 300)
-        await rig.durable.round()
-    if why == "read":
-        held, check = asyncio.Event(), rig.durable.shelf.check
-
-        async def slow(entry):
-            await held.wait()
-            return await check(entry)
-
-        rig.durable.shelf.check = slow
-    else:
-        held = rig.engine.slow["/slots/0"] = asyncio.Event()
-    if why == "erase":
-        need = need_of_pool(1, None, 0)
-        lease = rig.runtime.line.request(Ask(scope=Scope(""), need=need), conversation=False).lease
-        emptying = asyncio.create_task(rig.runtime._empty(SlotId(0)))
-        await until(lambda: rig.runtime._still)
-        rig.runtime.finish(lease, clean=True, content=Content.OLD)
-    name, said = ("c", "first") if why in ("save", "erase") else ("a", "y" * 300)
-    async with rig.open(CHAT, chat(name, said, "more", session_id=name, stream=True)) as answer:
-        assert (await comments(answer)).replace(b":\n\n", b"") == b""
-        held.set()
-        assert b"[DONE]" in await answer.content.read()
-    if emptying is not None:
-        assert await emptying
-    await rig.quiet()
-
-
-@pytest.mark.parametrize("what", ["save", "restore"])
-async def test_who_leaves_while_kv_moves_is_gone_at_once(proxies, what):
-    """His slot is kept until it is done; nothing is restored for nobody, and a state is held to the end."""
-    rig = await proxies()
-    await turn(rig, "a", "y" * 300)
-    if what == "restore":
-        await turn(rig, "b", "z" * 300)
-        await rig.durable.round()
-    before = len(rig.engine.moved("restore"))
-    held = rig.engine.slow["/slots/0"] = asyncio.Event()
-    going = rig.runtime._moving
-    name, said = ("c", "first") if what == "save" else ("a", "y" * 300)
-    asking = rig.start(CHAT, chat(name, said, "more", session_id=name))
-    slot = rig.runtime.plane.board.slots[0]
-    await until(lambda: going and (len(rig.durable.shelf.saves) or slot.before[0] is None))
-    asking.cancel()
-    await until(lambda: not going)  # its handler is gone, and the lease is not
-    assert rig.idle == 0
-    if what == "restore":
-        assert [entry.state.key for entry in rig.durable.shelf.catalogue if entry.holds] == ["a"]
-    held.set()
-    await rig.quiet()
-    await rig.durable.shelf.all_over()
-    assert len(rig.engine.moved("restore")) == before + (what == "restore")
-    assert not any(entry.holds for entry in rig.durable.shelf.catalogue)
-    assert rig.durable.shelf.metrics.saves["failed"] == 0
-    assert "a" in keys(rig)
-
-
-@pytest.mark.parametrize("end", ["sweep", "save", "delete"])
-async def test_a_state_that_is_to_be_restored_stays_readable(proxies, end):
-    """From the moment it was chosen: between that and the engine's reading it others have their turn."""
-    rig = await proxies(slots=2)
-    await turn(rig, "a", "y" * 300)
-    await rig.durable.round()
-    (entry,) = rig.durable.shelf.catalogue
-    await turn(rig, "b", "z" * 300)
-    await turn(rig, "c", "w" * 300)
-    shelf, check = rig.durable.shelf, rig.durable.shelf.check
-
-    async def meanwhile(chosen):
-        assert chosen is entry
-        right = await check(chosen)
-        if end == "save":
-            label = Label(kind=Kind.SESSION, key="a", scope=entry.scope, config=entry.state.config)
-            longer = [*entry.tokens, *range(9)]
-
-            async def write(name):
-                return SlotFile(len(longer), rig.engine._write(name, longer))
-
-            assert await shelf.saves.save(label, len(longer), write) is not None
-        elif end == "delete":
-            assert (await rig.ask("/polykv/cache/a", method="DELETE")).status == 409
-        else:
-            shelf.limits = Retention(max_bytes=0, min_free_bytes=0)
-            await shelf.sweep(1e9, due=True)
-        return right
-
-    shelf.check = meanwhile
-    answer = (await rig.ask(CHAT, chat("a", "y" * 300, "more", session_id="a"))).json
-    assert answer["opencoti"]["restored_tokens"] == prompt_of(rig, "a", "y" * 300)
-    restores = shelf.metrics.restores
-    assert (restores["ineffective"], restores["failed"], restores["refused"]) == (0, 0, 0)
-    assert (shelf.store.folder / entry.state.file).exists() == shelf.catalogue.has(entry)
 
 
 async def test_who_is_emptied_for_his_cells_is_saved_first(proxies):
@@ -525,79 +306,6 @@ async def test_a_session_that_is_closed_stays_only_if_it_is_to(proxies):
     assert keys(rig) == []
 
 
-async def test_two_that_go_on_from_one_state_do_not_overwrite_each_other(proxies):
-    """The first takes its key; the other has one of its own."""
-    rig = await proxies(slots=2, idle_save_s=1000.0)
-    await rig.ask(CHAT, chat("a", "first"))
-    await rig.durable.drain()
-    (before,) = keys(rig)
-    again = await proxies(slots=2, idle_save_s=1000.0)
-    again.engine.gate.clear()
-    asking = [again.start(CHAT, chat("a", "first", f"then {then}")) for then in "xy"]
-    await until(lambda: again.engine.running == 2)
-    again.engine.gate.set()
-    for one in asking:
-        assert (await one).json["timings"]["cache_n"] >= prompt_of(again, "a", "first")
-    await again.durable.drain()
-    assert len(keys(again)) == 2
-    assert before in keys(again)
-
-
-@pytest.mark.parametrize("end", ["drain", "close"])
-async def test_who_only_begins_like_a_state_leaves_it_alone(proxies, end):
-    """He has what they have in common; it is neither replaced by his nor deleted with his."""
-    rig = await proxies(idle_save_s=1000.0)
-    await turn(rig, "alice", "x" * 500)
-    await rig.durable.drain()
-    (entry,) = rig.durable.shelf.catalogue
-    again = await proxies(idle_save_s=1000.0)
-    answer = (await again.ask(CHAT, chat("bob", session_id="bob"))).json
-    assert answer["opencoti"]["restored_tokens"] > 100
-    if end == "drain":
-        await again.durable.drain()
-        assert keys(again) == ["alice", "bob"]
-    else:
-        assert (await again.ask("/polykv/sessions/bob/close", {})).status == 200
-        assert keys(again) == ["alice"]
-    hers = next(each for each in again.durable.shelf.catalogue if each.state.key == "alice")
-    assert hers.tokens == entry.tokens
-    assert await again.durable.shelf.check(hers)
-
-
-async def test_another_conversation_of_a_name_saves_beside_what_is_there(proxies):
-    """After a restart the first that calls itself so need not be the one that was saved."""
-    rig = await proxies(slots=2, idle_save_s=1000.0)
-    await turn(rig, "foo", "y" * 600)
-    await rig.durable.drain()
-    (entry,) = rig.durable.shelf.catalogue
-    again = await proxies(slots=2, idle_save_s=1000.0)
-    await turn(again, "foo", "q" * 100)
-    await again.durable.drain()
-    assert keys(again) == ["foo", "foo#2"]
-    assert entry.tokens in [each.tokens for each in again.durable.shelf.catalogue]
-    await turn(again, "foo", "q" * 100, "more")
-    await again.durable.drain()
-    assert keys(again) == ["foo", "foo#2"]  # it goes on under that key
-    assert [await again.durable.shelf.check(each) for each in again.durable.shelf.catalogue] == [True, True]
-
-
-async def test_a_restore_takes_nothing_that_others_count_on(proxies):
-    """Cells that are empty now may be promised to who runs."""
-    rig = await proxies(slots=2)
-    for name, content in (("x", "x" * 500), ("z", "z" * 500), ("b", "first"), ("c", "first")):
-        await turn(rig, name, content)
-    before = rig.engine.moved("restore")
-    ledger = rig.runtime.plane.cells.ledger
-    figures = ledger.figures
-    ledger.figures = lambda: replace(figures(), free=0)
-    ledger.reserved = lambda _: 400
-    await rig.ask(CHAT, chat("x", "x" * 100, session_id="d", max_tokens=1))
-    assert rig.engine.moved("restore") == before
-    ledger.figures = figures
-    await rig.ask(CHAT, chat("z", "z" * 100, session_id="e", max_tokens=1))
-    assert len(rig.engine.moved("restore")) == len(before) + 1
-
-
 async def test_who_runs_keeps_his_state_from_being_deleted(proxies):
     """409, and afterwards it goes."""
     rig = await proxies()
@@ -611,16 +319,6 @@ async def test_who_runs_keeps_his_state_from_being_deleted(proxies):
     rig.engine.gate.set()
     await asking
     assert (await rig.ask("/polykv/cache/a", method="DELETE")).json["deleted"] == 1
-
-
-async def test_no_wish_for_tokens_where_nothing_is_saved(proxies):
-    """Requests are not tokenized for nothing."""
-    rig = await proxies()
-    assert not rig.durable.may_help(Scope(""), b"{}")
-    await turn(rig, "a", "first")
-    await rig.durable.round()
-    assert rig.durable.may_help(Scope(""), b"{}")
-    assert not rig.durable.may_help(Scope("other"), b"{}")
 
 
 async def test_what_is_saved_across_a_restart_is_nobody_elses(proxies):
@@ -812,48 +510,6 @@ async def test_a_pool_that_is_there_keeps_its_state(proxies):
     assert (refused.status, refused.error["code"]) == (409, "cache_in_use")
 
 
-async def test_however_often_its_caller_is_cancelled_a_save_goes_to_its_end(proxies):
-    """Its slot is kept until then."""
-    rig = await proxies(idle_save_s=1000.0)
-    await turn(rig, "a", "y" * 300)
-    held = rig.engine.slow["/slots/0"] = asyncio.Event()
-    keeping = asyncio.create_task(rig.durable.sessions.keep_idle(0.0))
-    await until(lambda: len(rig.durable.shelf.saves))
-    for _ in range(3):
-        keeping.cancel()
-        await asyncio.sleep(0.01)
-        assert not keeping.done()
-    assert rig.idle == 0
-    held.set()
-    with pytest.raises(asyncio.CancelledError):
-        await keeping
-    await rig.durable.shelf.all_over()
-    assert keys(rig) == ["a"]
-    assert rig.idle == 1
-
-
-async def test_who_does_not_go_on_from_what_is_being_saved_does_not_wait_for_it(proxies):
-    """A save takes as long as the disk does."""
-    rig = await proxies(slots=2, idle_save_s=1000.0)
-    await turn(rig, "a", "y" * 300)
-    await turn(rig, "c", "first")
-    await rig.durable.sessions.keep_idle(0.0)
-    await turn(rig, "a", "y" * 300, "more" * 9)
-    held = rig.engine.slow["/slots/0"] = asyncio.Event()
-    keeping = asyncio.create_task(rig.durable.sessions.keep_idle(0.0))
-    await until(lambda: len(rig.durable.shelf.saves))
-    before = len(rig.engine.moved("restore"))
-    await turn(rig, "b", "first")
-    assert not keeping.done()
-    sessions = rig.durable.sessions
-    assert sessions._on_the_way(rig.runtime.plane.sessions.get("a"))
-    assert not sessions._on_the_way(rig.runtime.plane.sessions.get("b"))
-    held.set()
-    await keeping
-    assert not sessions._on_the_way(rig.runtime.plane.sessions.get("a"))
-    assert len(rig.engine.moved("restore")) == before
-
-
 def hanging(rig, name, until_s=20):
     """Its disk hangs in that step until what this returns is set."""
     go_on = threading.Event()
@@ -993,38 +649,6 @@ async def test_what_is_closed_while_somebody_reads_it_goes(proxies):
         assert keys(rig) == []
         assert file.exists()
     assert list(rig.engine.folder.glob("kv-*")) == []
-
-
-@pytest.mark.parametrize("why", ["verdict", "part", "cells", "silence"])
-async def test_what_the_engine_will_not_take_is_not_tried_for_ever(proxies, why):
-    """Unless it lacked cells, or did not answer."""
-    rig = await proxies(slots=2)
-    for name in "abc":
-        await turn(rig, name, name * 300)
-    client, restore = rig.runtime.client, rig.runtime.client.restore_slot
-    tries = []
-
-    async def refuses(slot, name):
-        tries.append(name)
-        if why == "part":
-            moved = await restore(slot, name)
-            return SlotFile(moved.n_tokens - 1, moved.n_bytes)
-        if why == "cells":
-            rig.engine.cells = rig.engine.used + 200
-        if why == "silence":
-            raise UnavailableError("the engine did not answer", code="engine_timeout")
-        raise BadRequestError("Unable to restore slot", code="engine_refused")
-
-    client.restore_slot = refuses
-    (entry,) = [each for each in rig.durable.shelf.catalogue if each.state.key == "a"]
-    assert (await rig.ask(CHAT, chat("a", "a" * 300, "more", session_id="a"))).status == 200
-    client.restore_slot = restore
-    assert len(tries) == 1
-    assert rig.durable.shelf.catalogue.has(entry) == (why in ("cells", "silence"))
-    assert rig.durable.shelf.metrics.restores["failed"] == 1
-    if why in ("verdict", "part"):
-        gone = rig.durable.shelf.catalogue.tombstones(None)
-        assert [(each.key, each.reason) for each in gone] == [("a", Reason.INEFFECTIVE)]
 
 
 async def test_adapters_of_ones_own_are_seen_however_they_are_spelt(proxies):
