@@ -12,8 +12,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from polykv_proxy.core.types import SlotId
-from polykv_proxy.durable.disk import StuckError
 from polykv_proxy.engine import slotfile, trial
+from polykv_proxy.engine.disk import StuckError
 from polykv_proxy.errors import BadRequestError, EngineGoneError, NotFoundError, UnavailableError
 
 if TYPE_CHECKING:

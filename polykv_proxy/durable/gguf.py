@@ -20,7 +20,7 @@ from hashlib import sha256
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from polykv_proxy.durable.disk import progress
+from polykv_proxy.engine.disk import progress
 
 if TYPE_CHECKING:
     from pathlib import Path

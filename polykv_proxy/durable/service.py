@@ -18,11 +18,11 @@ import structlog
 from polykv_proxy.core.types import Capability
 from polykv_proxy.durable import canary, gguf, identity
 from polykv_proxy.durable.adapters import has_adapters
-from polykv_proxy.durable.disk import StuckError
 from polykv_proxy.durable.pools import SavedPools
 from polykv_proxy.durable.restores import Restores
 from polykv_proxy.durable.sessions import SavedSessions
 from polykv_proxy.durable.shelf import Shelf
+from polykv_proxy.engine.disk import StuckError
 from polykv_proxy.errors import BadRequestError, NotFoundError, PolyKVError, UnavailableError
 from polykv_proxy.saver import model_digest
 

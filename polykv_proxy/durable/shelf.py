@@ -33,10 +33,10 @@ from polykv_proxy.core.catalogue import (
     variant_of,
 )
 from polykv_proxy.core.types import Scope, as_tokens
-from polykv_proxy.durable.disk import Disk, StuckError
 from polykv_proxy.durable.saves import Saves
 from polykv_proxy.durable.store import Store
 from polykv_proxy.edge.tasks import TaskSet
+from polykv_proxy.engine.disk import PATIENCE_S, Disk, StuckError
 from polykv_proxy.errors import ConflictError, PolyKVError, UnavailableError
 
 if TYPE_CHECKING:
@@ -57,10 +57,6 @@ AT_ONCE = 64
 
 LITTER_S = 600.0
 """Seconds after which a file that nobody waits for goes: by then no call to the engine is on its way."""
-
-PATIENCE_S = 20.0
-"""Seconds that a disk may take, see ``Disk``, if nobody says so."""
-
 
 _VERDICTS = ("engine_refused", "engine_failed")
 """Codes of errors in which an engine answers, and will answer the same again unless it lacked cells."""

@@ -32,9 +32,9 @@ import structlog
 from xxhash import xxh3_128
 
 from polykv_proxy.durable import sidecar, tombstones
-from polykv_proxy.durable.disk import progress
 from polykv_proxy.durable.identity import canonical
 from polykv_proxy.engine import slotfile
+from polykv_proxy.engine.disk import progress
 from polykv_proxy.errors import UnavailableError
 
 if TYPE_CHECKING:

@@ -13,7 +13,6 @@ compares tokens itself: a wrong belief costs speed.
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -254,7 +253,7 @@ class Copies:
     async def _tokens_of(self, slot: SlotId, name: str, n_saved: int) -> Tokens:
         """Which tokens were saved: all of them from the file, else as many as are known."""
         if self.files.folder is not None:
-            return await asyncio.to_thread(slotfile.read_file, self.files.folder / name)
+            return await self.files.disk.run(slotfile.read_file, self.files.folder / name)
         known = self._held.get(slot)
         if known is None or len(known) > n_saved:
             raise ConflictError(

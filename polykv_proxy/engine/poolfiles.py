@@ -3,15 +3,17 @@
 Rule 1: a file goes by its pool's number, so that what cannot be deleted is bounded: a new pool takes the
 file of an old one.
 Rule 2: nothing is touched that is not a pool's.
+Rule 3: nobody waits for a disk that hangs: what cannot be looked at is not whole; the pool is computed.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from polykv_proxy.engine.disk import PATIENCE_S, Disk, StuckError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -50,6 +52,7 @@ class PoolFiles:
 
     def __init__(self, limits: CopyLimits) -> None:
         self._limits = limits
+        self.disk = Disk(PATIENCE_S)
         self.load = secrets.token_hex(4)
         """Names this load: in file names, so that another's are never taken for its own."""
         self._files: dict[PoolNumber, PoolFile] = {}
@@ -85,8 +88,8 @@ class PoolFiles:
         if self.folder is None:
             self._left.add(name)
             return
-        with contextlib.suppress(FileNotFoundError):
-            await asyncio.to_thread((self.folder / name).unlink)
+        with contextlib.suppress(FileNotFoundError, StuckError):  # what is begun goes on
+            await self.disk.in_time(self.disk.begin(0, (self.folder / name).unlink))
 
     async def is_whole(self, file: PoolFile) -> bool:
         """Whether a file is as long as it was saved; always so where it cannot be looked at.
@@ -96,8 +99,8 @@ class PoolFiles:
         if self.folder is None:
             return True
         try:
-            found = await asyncio.to_thread((self.folder / file.name).stat)
-        except OSError:
+            found = await self.disk.run((self.folder / file.name).stat)
+        except (OSError, StuckError):
             return False
         return found.st_size == file.file_bytes
 

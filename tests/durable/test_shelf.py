@@ -11,10 +11,10 @@ from durable.files import engine_saves
 from polykv_proxy.core.catalogue import Kind, PoolRecord, Reason, Retention
 from polykv_proxy.core.plane import ControlPlane
 from polykv_proxy.core.types import PoolId, Scope
-from polykv_proxy.durable.disk import StuckError
 from polykv_proxy.durable.saves import Label
 from polykv_proxy.durable.shelf import LITTER_S, SWEEP_S, Shelf
 from polykv_proxy.durable.store import StoreError
+from polykv_proxy.engine.disk import StuckError
 from polykv_proxy.engine.wire import SlotFile
 from polykv_proxy.errors import ConflictError, UnavailableError
 from polykv_proxy.metrics import Metrics

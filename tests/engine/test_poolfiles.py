@@ -1,5 +1,8 @@
 """Claims about ``engine.poolfiles``: what is a pool's is deleted, listed or used again, and nothing else."""
 
+import asyncio
+import threading
+
 import pytest
 
 from polykv_proxy.core.types import PoolNumber, as_tokens
@@ -77,3 +80,20 @@ async def test_a_file_that_was_cut_is_noticed(tmp_path):
     assert not await files.is_whole(files.get(ONE))
     elsewhere = PoolFiles(CopyLimits(3))
     assert await elsewhere.is_whole(files.get(ONE))
+
+
+async def test_nobody_waits_for_a_disk_that_hangs(tmp_path):
+    """What cannot be looked at is not whole; what is to be deleted is, when the disk answers."""
+    files, go_on = PoolFiles(CopyLimits(3, tmp_path)), threading.Event()
+    path = saved(files, tmp_path)
+    files.disk._patience_s = 0.05
+    hanging = files.disk.begin(0, go_on.wait, 20)
+    while files.disk.reason is None:
+        await asyncio.sleep(0.01)
+    assert not await files.is_whole(files.get(ONE))
+    await files.remove(ONE)
+    go_on.set()
+    await hanging
+    async with asyncio.timeout(20):
+        while path.exists():
+            await asyncio.sleep(0.01)

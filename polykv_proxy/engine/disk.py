@@ -27,6 +27,9 @@ log = structlog.get_logger(__name__)
 SLOWEST = 20e6
 """Bytes a second that a disk which works writes or reads at least."""
 
+PATIENCE_S = 20.0
+"""Seconds that a disk may take, if nobody says so."""
+
 T = TypeVar("T")
 P = ParamSpec("P")
 

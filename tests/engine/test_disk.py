@@ -1,4 +1,4 @@
-"""Claims about ``durable.disk``: who waits for a disk that hangs waits for a bounded time, and once."""
+"""Claims about ``engine.disk``: who waits for a disk that hangs waits for a bounded time, and once."""
 
 import asyncio
 import subprocess
@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from polykv_proxy.durable.disk import Disk, StuckError, progress
+from polykv_proxy.engine.disk import Disk, StuckError, progress
 
 
 async def test_what_is_done_is_told():
@@ -78,7 +78,7 @@ def test_the_end_of_the_process_waits_for_no_disk():
     """Neither the loop nor the interpreter does."""
     program = (
         "import asyncio, threading\n"
-        "from polykv_proxy.durable.disk import Disk, StuckError\n"
+        "from polykv_proxy.engine.disk import Disk, StuckError\n"
         "async def main():\n"
         "    try:\n"
         "        await Disk(0.01).run(threading.Event().wait)\n"
