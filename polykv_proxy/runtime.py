@@ -203,41 +203,42 @@ class Runtime:
         """Find out what the engine can do, then let requests in; tried again while it stays up."""
         while True:
             try:
-                facts, patched, identity = await self.client.describe()
-                allowed = None if self._copies is None else partial(self._new_copies, self._copies)
-                backend, facts, reason = await find_backend(
-                    self.client, self.plane, self.backend, facts, patched=patched, make_copies=allowed
-                )
-                model_id = await self.saver.meet(facts, backend.capability, identity)
+                await self._let_in()
             except PolyKVError as error:
                 log.warning("engine_not_understood", engine=self.name, reason=error.message)
-                await asyncio.sleep(RETRY_READY_S)
-                continue
             except Exception:  # a fault of ours: nothing above would notice, and nobody be served again
                 log.exception("engine_not_understood", engine=self.name)
-                await asyncio.sleep(RETRY_READY_S)
-                continue
-            if self.plane.facts is not None and (not facts.epoch or facts.epoch != self.epoch):
-                self.metrics.on_restart()
-            capability = backend.capability
-            first = await self.readings.counts(capability)  # before anybody's tokens come
-            self.backend = backend
-            self._perform(self.plane.on_engine_ready(facts, capability, reason, model_id, monotonic()))
-            self.saver.on_ready()
-            self.gatekeeper.on_engine_ready()
-            self.readings.count(first)
-            if isinstance(first, EngineSample):  # nothing is sent before its cells are known
-                self._perform(self.plane.on_sample(first, monotonic(), self.now_ts()))
-            self.serving.set()
-            log.info(
-                "engine_ready",
-                engine=self.name,
-                capability=capability.value,
-                reason=reason,
-                slots=facts.slots,
-                cells=facts.cells,
-            )
-            return
+            else:
+                return
+            await asyncio.sleep(RETRY_READY_S)
+
+    async def _let_in(self) -> None:
+        facts, patched, identity = await self.client.describe()
+        allowed = None if self._copies is None else partial(self._new_copies, self._copies)
+        backend, facts, reason = await find_backend(
+            self.client, self.plane, self.backend, facts, patched=patched, make_copies=allowed
+        )
+        model_id = await self.saver.meet(facts, backend.capability, identity)
+        capability = backend.capability
+        first = await self.readings.counts(capability)  # before anybody's tokens come
+        if self.plane.facts is not None and (not facts.epoch or facts.epoch != self.epoch):
+            self.metrics.on_restart()
+        self.backend = backend
+        self._perform(self.plane.on_engine_ready(facts, capability, reason, model_id, monotonic()))
+        self.saver.on_ready()
+        self.gatekeeper.on_engine_ready()
+        self.readings.count(first)
+        if isinstance(first, EngineSample):  # nothing is sent before its cells are known
+            self._perform(self.plane.on_sample(first, monotonic(), self.now_ts()))
+        self.serving.set()
+        log.info(
+            "engine_ready",
+            engine=self.name,
+            capability=capability.value,
+            reason=reason,
+            slots=facts.slots,
+            cells=facts.cells,
+        )
 
     def _new_copies(self, limits: CopyLimits) -> Copies:
         return Copies(self.client, limits, self.spawn, self._took, self.empty_oldest, on_file_lost=self._lost)

@@ -45,19 +45,22 @@ async def test_an_engine_that_is_not_understood_is_asked_again(rig, monkeypatch,
     await until(lambda: rig.runtime.plane.serving)
 
 
-async def test_a_fault_of_ours_is_no_reason_to_wait_for_ever(rig, monkeypatch):
+@pytest.mark.parametrize("step", ["meet", "counts", "on_ready"])
+@pytest.mark.parametrize("fault", [ValueError("a fault"), UnavailableError("not now")])
+async def test_no_fault_is_a_reason_to_wait_for_ever(rig, monkeypatch, step, fault):
     """Nothing would be served, and nobody told; it is tried again."""
     monkeypatch.setattr(runtime_module, "RETRY_READY_S", 0.005)
     rig.down()
-    tries, meet = [], rig.runtime.saver.meet
+    tries, of = [], rig.runtime.readings if step == "counts" else rig.runtime.saver
+    real = getattr(of, step)
 
-    async def fails(*args):
+    def fails(*args):
         tries.append(1)
         if len(tries) < 3:
-            raise ValueError("a fault")
-        return await meet(*args)
+            raise fault
+        return real(*args)
 
-    rig.runtime.saver.meet = fails
+    setattr(of, step, fails)
     await rig.up()
     assert len(tries) == 3
 

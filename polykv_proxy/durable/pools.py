@@ -136,8 +136,8 @@ class SavedPools:
             record, state = entry.state.pool, entry.state
             if record is None or self._plane.pools.id_of(state.tokens, state.scope) != record.pool_id:
                 continue  # rule 2
-            if self._plane.tree.was_released(record.pool_id):
-                continue
+            if self._plane.tree.was_released(record.pool_id) or record.origin not in tuple(PoolOrigin):
+                continue  # the latter: saved by a proxy that knows more kinds of pools
             pool = PrefixPool(
                 pool_id=record.pool_id,
                 tokens=state.tokens,

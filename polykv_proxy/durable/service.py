@@ -195,7 +195,10 @@ class Durable:
         """What was lost, by this engine or with an earlier proxy, comes back."""
         self._generation += 1
         if self.shelf.on:
-            self.pools.recall()
+            try:
+                self.pools.recall()
+            except Exception:  # a fault of ours: the engine serves, without those of earlier runs
+                log.exception("pools_not_recalled", engine=self._runtime.name)
         self._runtime.spawn(self._rebuild(self._generation))
         if self._settings.while_rebuilding == "plain":
             self._settled.set()
@@ -212,6 +215,8 @@ class Durable:
         try:
             if self._runtime.plane.capability.shares_cells:
                 await self.pools.rebuild()
+        except Exception:  # a fault of ours: what is not back is computed when somebody asks for it
+            log.exception("pools_not_rebuilt", engine=self._runtime.name)
         finally:
             if generation == self._generation:
                 self._settled.set()

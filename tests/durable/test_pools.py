@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from dataclasses import replace
 
 import pytest
 from api.rig import until
@@ -369,3 +370,28 @@ async def test_a_pool_that_the_engine_will_not_take_is_saved_anew(proxies, statu
     (anew,) = rig.durable.shelf.catalogue
     assert anew.state.key == pool["pool_id"]
     assert anew.state.file != entry.state.file
+
+
+@pytest.mark.parametrize("what", ["recall", "rebuild", "origin"])
+async def test_a_pool_that_makes_trouble_keeps_nobody_from_the_engine(proxies, what):
+    """Requests go in; its file stays for a proxy that knows what to do with it."""
+    rig = await proxies(slots=2)
+    await rig.pool({**ROOT, "pin": True})
+    await rig.durable.round()
+    if what == "origin":
+        (entry,) = rig.durable.shelf.catalogue
+        await rig.durable.shelf.restate(entry, replace(entry.state.pool, origin="of tomorrow"))
+        rig = await proxies(slots=2)
+    else:
+
+        def fails():
+            raise ValueError("a fault")
+
+        setattr(rig.durable.pools, what, fails)
+        rig.down()
+        rig.engine.restart()
+        await rig.up()
+    assert await rig.durable.settled(20)
+    assert (await rig.ask("/v1/completions", {"prompt": "something else"})).status == 200
+    assert len(rig.durable.shelf.catalogue) == 1
+    assert rig.problems == []
