@@ -157,7 +157,7 @@ class Saves:
             raise StoreError(f"it would take {n_bytes} bytes, more than may be saved at all")
         free = await shelf.disk.run(shelf.store.free_bytes)
         if free is not None and free - n_bytes < shelf.limits.min_free_bytes:
-            shelf.wants(n_bytes)
+            shelf.sweeps.wants(n_bytes)
             raise StoreError(f"the disk has {free} bytes left, and {shelf.limits.min_free_bytes} stay free")
 
     def _ended(self, coming: Coming, entry: Entry | None) -> None:

@@ -326,7 +326,7 @@ class Durable:
             if monotonic() - self._pools_at >= self._settings.pools_every_s:
                 self._pools_at = monotonic()
                 await self.pools.keep()
-        await self.shelf.sweep(monotonic())
+        await self.shelf.sweeps.sweep(monotonic())
 
     async def drain(self) -> None:
         """The proxy stops: save all that is worth it, as far as time allows."""

@@ -5,10 +5,8 @@ removed before the next is. What is gone is found by nobody from then on; its fi
 Rule 2: whoever is going to read a file holds its state from the moment he decides to. A state may go
 meanwhile, or be saved anew; the file goes when the last who holds it lets go.
 Rule 3: what goes wrong on disk is counted, told once in the log and shown in the status; no request fails.
-Rule 4: a sweep comes at most every ``SWEEP_S`` seconds, with one more between them where the disk had no room
-for a save, and on no request's way.
-Rule 5: nobody waits for a disk that hangs (``Disk``): nothing is saved or restored then; the status says why.
-Rule 6: what somebody works with is neither swept nor deleted by its key: whose file is read, what is on its
+Rule 4: nobody waits for a disk that hangs (``Disk``): nothing is saved or restored then; the status says why.
+Rule 5: what somebody works with is neither swept nor deleted by its key: whose file is read, what is on its
 way to the disk and what that replaces, and what ``busy`` says.
 """
 
@@ -35,6 +33,7 @@ from polykv_proxy.core.catalogue import (
 from polykv_proxy.core.types import Scope, as_tokens
 from polykv_proxy.durable.saves import Saves
 from polykv_proxy.durable.store import Store
+from polykv_proxy.durable.sweeps import Sweeps
 from polykv_proxy.edge.tasks import TaskSet
 from polykv_proxy.engine.disk import PATIENCE_S, Disk, StuckError
 from polykv_proxy.errors import ConflictError, PolyKVError, UnavailableError
@@ -49,14 +48,8 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
-SWEEP_S = 300.0
-
 AT_ONCE = 64
 """States that are entered or looked at before others get their turn."""
-
-
-LITTER_S = 600.0
-"""Seconds after which a file that nobody waits for goes: by then no call to the engine is on its way."""
 
 _VERDICTS = ("engine_refused", "engine_failed")
 """Codes of errors in which an engine answers, and will answer the same again unless it lacked cells."""
@@ -108,19 +101,16 @@ class Shelf:
         self.disk = Disk(patience_s, self._show)
         self.changing = asyncio.Lock()
         self.saves = Saves(self)
+        self.sweeps = Sweeps(self)
         self.busy: Callable[[Entry], bool] = lambda _: False
         self._opened = False
-        self._held: dict[Entry, None] = {}
+        self.held: dict[Entry, None] = {}
         """States that somebody holds, also such as are gone."""
         self._used: dict[Entry, None] = {}
         """States whose use the disk was not told of."""
         self._written = 0
         """Which tombstones are on disk, see ``Catalogue.burials``."""
         self._told: str | None = None
-        self._swept_at = 0.0
-        self._hurried_at: float | None = None
-        self._wanted: int | None = None
-        """Bytes that the disk had no room for."""
 
     @property
     def on(self) -> bool:
@@ -196,10 +186,6 @@ class Shelf:
                 return
             entry.state = state
 
-    def wants(self, n_bytes: int) -> None:
-        """The disk had no room for so many bytes: the next round makes some."""
-        self._wanted = n_bytes
-
     def worked(self) -> None:
         """A state was saved."""
         self.metrics.saves["saved"] += 1
@@ -236,13 +222,13 @@ class Shelf:
             yield
             return
         entry.holds += 1
-        self._held[entry] = None
+        self.held[entry] = None
         try:
             yield
         finally:
             entry.holds -= 1
             if not entry.holds:
-                del self._held[entry]
+                del self.held[entry]
             if not entry.holds and not self.catalogue.has(entry):
                 going = self.discard(entry.state.file)
                 with suppress(StuckError):
@@ -326,7 +312,7 @@ class Shelf:
                 raise
 
     def is_in_use(self, entry: Entry) -> bool:
-        """Whether somebody works with it (rule 6)."""
+        """Whether somebody works with it (rule 5)."""
         if entry.holds or self.busy(entry):
             return True
         return any(coming.state.identity == entry.state.identity for coming in self.saves)
@@ -353,46 +339,6 @@ class Shelf:
         """Take out what ``deletable`` found, in the same step; returns a future each."""
         going = [self.take_out(entry, Reason.DELETED) for entry in entries]
         return [each for each in going if each is not None]
-
-    async def sweep(self, now: float, *, due: bool = False) -> int:
-        """Remove what has to go, if it is time; returns how many states went.
-
-        Args:
-            now: monotonic seconds.
-            due: whether it is time anyway.
-        """
-        if self._wanted is not None and (self._hurried_at is None or now - self._hurried_at >= SWEEP_S):
-            self._hurried_at = now
-        elif not due and self._swept_at and now - self._swept_at < SWEEP_S:
-            return 0
-        self._swept_at = now
-        wanted, self._wanted = self._wanted or 0, None
-        await self._sweep_litter()
-        free = await self.disk.run(self.store.free_bytes)
-        if free is not None:
-            free -= wanted
-        busy = set()
-        for number, entry in enumerate(self.catalogue, 1):
-            if self.is_in_use(entry):
-                busy.add(entry)
-            if number % AT_ONCE == 0:
-                await asyncio.sleep(0)
-        gone = 0
-        for entry in await asyncio.to_thread(self.catalogue.overdue, self.limits, self.now_ts(), free, busy):
-            if not self.is_in_use(entry):
-                gone += await self.remove(entry, Reason.SWEPT)
-        return gone
-
-    async def _sweep_litter(self) -> None:
-        """Remove what the engine wrote after whoever wanted it had given up."""
-        known = {coming.file for coming in self.saves}
-        known |= {name.removesuffix(".tmp") + ".bin" for name in known}
-        async with self.changing:
-            known |= {entry.state.file for entry in (*self.catalogue, *self._held)}
-            count = await self.disk.run(self.store.litter, known, self.now_ts() - LITTER_S)
-        if count:
-            self.metrics.saves["late"] += count
-            log.warning("slot_files_nobody_waits_for", removed=count)
 
     async def remember(self) -> None:
         """Tell the disk which states were used, and why others are gone, if it does not know that yet."""

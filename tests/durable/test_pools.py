@@ -307,10 +307,10 @@ async def test_a_pool_that_is_there_is_not_swept_from_disk(proxies):
     shelf = rig.durable.shelf
     shelf.limits = Retention(max_bytes=0, max_idle_s=0.0, min_free_bytes=0)
     entry.used_ts -= 1000.0
-    assert await shelf.sweep(1e9, due=True) == 0
+    assert await shelf.sweeps.sweep(1e9, due=True) == 0
     assert list(shelf.catalogue) == [entry]
     await rig.ask(f"/polykv/pools/{only(rig).pool_id}/evict", {})
-    assert await shelf.sweep(2e9, due=True) == 1
+    assert await shelf.sweeps.sweep(2e9, due=True) == 1
 
 
 async def test_what_was_released_just_before_the_end_does_not_come_back(proxies):

@@ -122,7 +122,7 @@ async def test_a_state_that_is_to_be_restored_stays_readable(proxies, end):
             assert (await rig.ask("/polykv/cache/a", method="DELETE")).status == 409
         else:
             shelf.limits = Retention(max_bytes=0, min_free_bytes=0)
-            await shelf.sweep(1e9, due=True)
+            await shelf.sweeps.sweep(1e9, due=True)
         return right
 
     shelf.check = meanwhile

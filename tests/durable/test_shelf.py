@@ -3,7 +3,6 @@
 import asyncio
 import errno
 import threading
-import time
 
 import pytest
 
@@ -12,7 +11,7 @@ from polykv_proxy.core.catalogue import Kind, PoolRecord, Reason, Retention
 from polykv_proxy.core.plane import ControlPlane
 from polykv_proxy.core.types import PoolId, Scope
 from polykv_proxy.durable.saves import Label
-from polykv_proxy.durable.shelf import LITTER_S, SWEEP_S, Shelf
+from polykv_proxy.durable.shelf import Shelf
 from polykv_proxy.durable.store import StoreError
 from polykv_proxy.engine.disk import StuckError
 from polykv_proxy.engine.wire import SlotFile
@@ -105,31 +104,6 @@ async def test_a_save_that_fails_is_told_once_and_leaves_nothing(tmp_path, fault
     bench.shelf.limits = Retention(min_free_bytes=0)
     assert await bench.save(range(100)) is not None
     assert bench.shelf.status()["last_error"] is None
-
-
-async def test_a_disk_without_room_is_not_written_to(tmp_path):
-    """And the next round sweeps."""
-    bench = Bench(tmp_path, min_free_bytes=0)
-    await bench.save(range(50))
-    assert await bench.shelf.sweep(10.0) == 0
-    bench.shelf.limits = Retention(min_free_bytes=1 << 60)
-    assert await bench.save(range(100), "you") is None
-    assert "stay free" in bench.shelf.last_error
-    assert await bench.shelf.sweep(11.0) == 1
-    assert bench.files == []
-    assert [each.reason for each in bench.shelf.catalogue.tombstones(None)] == [Reason.SWEPT]
-
-
-async def test_a_sweep_waits_for_its_time(tmp_path):
-    """Unless it is due."""
-    bench = Bench(tmp_path, max_bytes=1000)
-    assert await bench.shelf.sweep(5.0) == 0
-    for key in ("a", "b", "c"):
-        await bench.save(range(100), key)
-    assert await bench.shelf.sweep(5.0 + SWEEP_S / 2) == 0
-    assert await bench.shelf.sweep(5.0 + SWEEP_S) == 2
-    await bench.save(range(100), "d")
-    assert await bench.shelf.sweep(6.0 + SWEEP_S, due=True) == 1
 
 
 async def test_a_file_that_changed_is_gone(tmp_path):
@@ -243,7 +217,7 @@ async def test_what_is_being_replaced_does_not_go(tmp_path, how):
             await bench.delete("me")
     else:
         bench.shelf.limits = Retention(max_bytes=0, min_free_bytes=0)
-        sweeping = asyncio.create_task(bench.shelf.sweep(1.0, due=True))
+        sweeping = asyncio.create_task(bench.shelf.sweeps.sweep(1.0, due=True))
         await asyncio.sleep(0.02)
         bench.shelf.limits = Retention(min_free_bytes=0)
     go_on.set()
@@ -279,7 +253,7 @@ async def test_a_file_that_somebody_reads_is_there_until_he_is_done(tmp_path, ho
             assert not await bench.shelf.remove(entry, reason)
         assert await bench.delete("none") is None
         bench.shelf.limits = Retention(max_bytes=0, min_free_bytes=0)
-        await bench.shelf.sweep(1.0, due=True)
+        await bench.shelf.sweeps.sweep(1.0, due=True)
         assert file.read_bytes() == raw
     assert not file.exists()
     again = Bench(tmp_path)
@@ -362,22 +336,6 @@ async def test_what_is_saved_for_the_first_time_is_in_use(tmp_path):
     assert await bench.delete("run") == 1
 
 
-async def test_near_the_floor_of_the_disk_room_is_made_for_what_came(tmp_path):
-    """The disk has enough, and not for that as well; who still finds none waits for the next sweep."""
-    bench = Bench(tmp_path, min_free_bytes=900)
-    bench.shelf.store.free_bytes = lambda: 1000
-    for key in ("a", "b", "c", "d"):
-        await bench.save(range(100), key)
-    assert await bench.shelf.sweep(10.0) == 0
-    bench.shelf.bytes_per_token = 2
-    assert await bench.save(range(100), "you") is None
-    assert await bench.shelf.sweep(11.0) == 1
-    assert await bench.save(range(100), "you") is None
-    assert await bench.shelf.sweep(12.0) == 0
-    assert await bench.shelf.sweep(11.0 + SWEEP_S) == 1
-    assert await bench.shelf.sweep(11.0 + 2 * SWEEP_S) == 0  # nobody wanted any since
-
-
 async def test_a_disk_that_hangs_is_told_and_nobody_waits_for_it(tmp_path):
     """In the status and a metric; when it answers again all goes on, and what it did meanwhile counts."""
     go_on = threading.Event()
@@ -421,31 +379,6 @@ async def test_a_folder_that_does_not_answer_at_the_start_says_so(tmp_path):
     bench.shelf.store.open = lambda: go_on.wait(20)
     assert "did not answer" in await bench.shelf.open()
     go_on.set()
-
-
-async def test_what_the_engine_wrote_for_nobody_goes_and_is_counted(tmp_path):
-    """A call that was given up before it was done; not what is on its way, known, or being read."""
-    bench = Bench(tmp_path, max_idle_s=1e12)
-    entry, gone = await bench.save(range(100), "a"), await bench.save(range(100), "b")
-    late = bench.shelf.store.temporary(("session", "late"))
-    engine_saves(tmp_path, late, range(70))
-
-    async def write(name):
-        size = engine_saves(tmp_path, name, range(90))
-        bench.now = time.time() + LITTER_S + 60.0
-        async with bench.shelf.holding(gone):
-            going = bench.shelf.take_out(gone, Reason.INEFFECTIVE)
-            await going
-            assert await bench.shelf.sweep(5.0, due=True) == 0
-            assert (tmp_path / gone.state.file).exists()
-        return SlotFile(90, size)
-
-    label = Label(kind=Kind.SESSION, key="c", scope=Scope(""), config={})
-    assert await bench.shelf.saves.save(label, 90, write) is not None
-    assert await bench.shelf.check(entry)
-    assert late not in bench.files
-    assert len(bench.files) == 4
-    assert bench.shelf.metrics.saves["late"] == 1
 
 
 @pytest.mark.parametrize("which", ["none", "new"])
