@@ -64,6 +64,8 @@ class Coming:
     """Whether a key is another's; see ``Saves.begin``."""
     then: Callable[[Entry | None], None]
     """Told in the same step in which it counts, or that it does not."""
+    since: int
+    """See ``Shelf.worked``."""
     wanted: bool = True
     """Whether it is still to count; where not, nothing of it stays."""
     over: asyncio.Future[Entry | None] = field(
@@ -133,7 +135,7 @@ class Saves:
                 return None
             state = self._shelf.draft(label)
             name = self._shelf.store.temporary(state.identity)
-            coming = Coming(state, label, name, owner, others, then)
+            coming = Coming(state, label, name, owner, others, then, self._shelf.failures)
             self._coming[coming] = None
             written: SlotFile | None = None
             try:
@@ -182,7 +184,7 @@ class Saves:
             self._ended(coming, entry)
         if entry is None:
             return
-        self._shelf.worked()
+        self._shelf.worked(coming.since)
         log.info(
             "kv_saved",
             kind=entry.state.kind.value,

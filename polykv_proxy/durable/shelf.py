@@ -96,6 +96,8 @@ class Shelf:
         self.reason: str | None = "the engine is not ready yet"
         """Why nothing is saved or restored; None: it is."""
         self.last_error: str | None = None
+        self.failures = 0
+        """So far."""
         self._on_this_host = folder is not None
         self.tasks = TaskSet()
         self.disk = Disk(patience_s, self._show)
@@ -186,16 +188,22 @@ class Shelf:
                 return
             entry.state = state
 
-    def worked(self) -> None:
-        """A state was saved."""
+    def worked(self, since: int) -> None:
+        """A state was saved; that says nothing of what failed since it was begun.
+
+        Args:
+            since: ``failures`` then.
+        """
         self.metrics.saves["saved"] += 1
-        self.last_error = self._told = None
+        if since == self.failures:
+            self.last_error = self._told = None
         self._show()
 
     def failed(self, what: str, reason: str, **fields: object) -> None:
         """Something did not work; the log tells the same reason once in a row."""
         counts = self.metrics.saves if what == "save" else self.metrics.restores
         counts["failed"] += 1
+        self.failures += 1
         self.last_error = reason
         report = log.debug if self._told == reason else log.warning
         self._told = reason

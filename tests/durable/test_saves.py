@@ -164,3 +164,16 @@ async def test_who_saves_under_another_key_by_now_goes_on_there(tmp_path, ours):
     assert sorted(entry.state.key for entry in again.shelf.catalogue) == sorted(
         entry.state.key for entry in bench.shelf.catalogue
     )
+
+
+async def test_what_was_begun_before_a_failure_does_not_hide_it(tmp_path):
+    """The next one that works does."""
+    bench = Slow(tmp_path)
+    first = await bench.begin(range(100), "a")
+    assert await bench.save(range(100), "b", fault=UnavailableError("Unable to save slot")) is None
+    bench.go_on.set()
+    assert await first.over is not None
+    await bench.shelf.all_over()
+    assert bench.shelf.last_error == "Unable to save slot"
+    assert await bench.save(range(100), "b") is not None
+    assert bench.shelf.last_error is None

@@ -262,7 +262,11 @@ async def test_a_full_and_then_a_read_only_disk(patched: Path, tiny: Path, tmp_p
             assert told["state"] == "on"
             assert told["last_error"]
             assert served.events("kv_save_failed")
-            assert not list(folder.glob("*.tmp"))
+
+            async def tidy() -> bool:
+                return not list(folder.glob("*.tmp"))
+
+            await served.until(tidy)
             subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
             before = await failures(served)
             for number in range(6):
