@@ -56,7 +56,7 @@ class ChatPolyKV(BaseChatModel):
     ``max_retry_wait`` seconds in all. One that may have reached decode never is.
     """
 
-    model_config = ConfigDict(populate_by_name=True, arbitrary_types_allowed=True)
+    model_config = ConfigDict(populate_by_name=True, arbitrary_types_allowed=True, extra="forbid")
 
     model: str = Field(default="default", alias="model_name")
     """Chooses the engine where there are several."""

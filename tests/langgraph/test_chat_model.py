@@ -47,6 +47,12 @@ def test_a_body_has_what_was_given_and_nothing_else():
     }
 
 
+def test_a_setting_that_there_is_not_is_refused():
+    """Others' names for things, and slips, would have no effect, and nobody would know."""
+    with pytest.raises(ValueError, match="extra_body"):
+        ChatPolyKV(extra_body={"top_k": 3})
+
+
 def test_arguments_of_a_call_come_before_the_models_own():
     """Ours go into our block, what is not ours into the body."""
     model = ChatPolyKV(model_name="m", pool_id="p", session_id="s", max_tokens=5, stop=["x"])
