@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from polykv_proxy.core.decisions import Command, Lease
     from polykv_proxy.core.pools import PrefixPool
     from polykv_proxy.core.residents import Key
-    from polykv_proxy.core.slots import Ask, Placement, SlotBoard
+    from polykv_proxy.core.slots import Ask, Placement, Slot, SlotBoard
     from polykv_proxy.core.types import (
         EngineFacts,
         EngineSample,
@@ -282,7 +282,7 @@ class Cells:
             slot = board.slots[each.slot]
             one = None if slot.lease is None else self._running.get(slot.lease)
             if one is None or slot.lease is None:
-                self._keep_slot(each, slot.idle, now - slot.last_used)
+                self._keep_slot(each, slot, now - slot.last_used)
             elif each.tag == slot.lease:
                 one.seen = True
                 ledger.residents.drop(("slot", each.slot))
@@ -309,16 +309,19 @@ class Cells:
         wanted = max(self._policy.growth_tokens, int(GROWING_LOOKS * self._fastest))
         self.ledger.grow(max(1, min(wanted, most)), brake=wanted)
 
-    def _keep_slot(self, seen: SlotSample, idle: bool, age_s: float) -> None:
-        """A slot in which none of our requests runs."""
+    def _keep_slot(self, seen: SlotSample, slot: Slot, age_s: float) -> None:
+        """A slot in which none of our requests runs.
+
+        One that is borrowed is being saved, or taken back: its cells can be had all the same, or are going.
+        """
         assert self.ledger is not None
-        private = seen.tokens - seen.shared_tokens
+        key, private = ("slot", seen.slot), seen.tokens - seen.shared_tokens
+        residents = self.ledger.residents
         if private <= 0:
-            self.ledger.residents.drop(("slot", seen.slot))
-            return
-        self.ledger.residents.keep(
-            ("slot", seen.slot), private, value=private / (1.0 + max(0.0, age_s)) if idle else None
-        )
+            residents.drop(key)
+        elif not slot.borrowed or residents.cells_of(key) != private:
+            can_go = slot.idle or slot.borrowed
+            residents.keep(key, private, value=private / (1.0 + max(0.0, age_s)) if can_go else None)
 
     def _progress(self, lease: LeaseId, one: _Running, sample: EngineSample, held: int) -> None:
         """A request is seen to run: what it still needs."""

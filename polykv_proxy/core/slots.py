@@ -63,6 +63,8 @@ class Slot:
     """The lease that left what it holds."""
     confirmed: bool = False
     """Whether the engine was seen to be done with that one."""
+    borrowed: bool = False
+    """Whether its lease only keeps others off what it holds."""
     before: tuple[Session | None, Chain] = (None, ())
     """Session and chain that the running lease displaced; they are right again if it never began."""
 
@@ -254,14 +256,14 @@ class SlotBoard:
         slot = self.slots[number]
         if not slot.idle:
             return False
-        slot.lease = lease
+        slot.lease, slot.borrowed = lease, True
         self._empty.pop(number, None)
         self._held.pop(number, None)
         return True
 
     def let_go(self, number: SlotId) -> None:
         """Give a slot back after ``hold``, as it was; it counts as used no later than before."""
-        self.slots[number].lease = None
+        self.slots[number].lease, self.slots[number].borrowed = None, False
         self._rest(number)
 
     def _rest(self, number: SlotId) -> None:
@@ -303,6 +305,7 @@ class SlotBoard:
         there.lease, there.tokens, there.before = lease, None, (None, ())
         self._hold(there, session, chain)
         here.lease, here.tokens = waiting, None
+        here.borrowed, there.borrowed = there.borrowed, False
         if source in self._leaving:
             self._leaving.discard(source)
             self._leaving.add(target)

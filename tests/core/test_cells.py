@@ -86,6 +86,25 @@ def test_an_idle_conversation_makes_room_before_the_next_is_sent():
     assert not at.cells.awaits_room(second)
 
 
+def test_a_conversation_that_is_saved_before_it_goes_stops_nobody():
+    """Its slot is kept from others meanwhile; its cells were counted on when those who run were let in."""
+    at = plane()
+    first = lease_of(ask(at, 100, 300, 1, 2))
+    at.cells.begins(first)
+    finish(at, first)
+    held = seen(0, 400, lease=first.lease_id)
+    at.on_sample(sample(used=400, slots=(held,)))
+    second = lease_of(ask(at, 700, 250, 7, 8))
+    assert keys(at.cells.reclaim()) == [("slot", 0)]
+    saving = at.leases.borrow(SlotId(0), 0.0)
+    assert at.on_sample(sample(used=400, slots=(held,))) == []
+    assert at.cells.ledger.figures().protected == 0
+    assert at.cells.reclaim() == []  # it is going already
+    at.leases.returned(saving, 0.0)
+    at.on_reclaimed(("slot", 0), 0.0, gone=True)
+    assert not at.cells.awaits_room(second)
+
+
 def test_what_does_not_go_is_not_asked_again_until_the_next_sample():
     """It stays in the books."""
     at = plane()

@@ -163,7 +163,8 @@ async def test_the_cells_are_put_to_use(quick: Served) -> None:
     work = asyncio.gather(*(write(quick, seed, prompt=100, new=150) for seed in range(64)))
     async with asyncio.timeout(PATIENCE_S):
         most = await peak(quick, work)
-    assert all(whole(answer, 150) for answer in await work)
+    short = [(answer.status, answer.body[-300:]) for answer in await work if not whole(answer, 150)]
+    assert not short
     assert most >= 0.85 * 2048
     await nothing_was_lost(quick)
 
