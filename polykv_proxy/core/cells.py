@@ -247,8 +247,15 @@ class Cells:
         return self.ledger is not None and lease.lease_id in self._running and self.ledger.awaits_room
 
     def overdrawn(self) -> list[LeaseId]:
-        """Requests to stop before the cells are used up; see ``CellLedger.overdrawn``."""
-        named = set() if self.ledger is None else set(self.ledger.overdrawn())
+        """Requests to stop before the cells are used up; see ``CellLedger.overdrawn``.
+
+        What a slot held goes as the engine begins the next request there, before that takes a cell.
+        """
+        if self.ledger is None:
+            return []
+        begun = (one for one in self._running.values() if one.begun and not one.seen)
+        leaving = sum(self.ledger.residents.cells_of(("slot", slot)) for one in begun for slot in one.slots)
+        named = set(self.ledger.overdrawn(leaving))
         return [lease for lease in self._running if lease in named]
 
     def reclaim(self) -> list[Command]:

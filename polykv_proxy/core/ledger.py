@@ -370,7 +370,7 @@ class CellLedger:
             self.residents.keep(leaves, cells, value=value)
         return True
 
-    def overdrawn(self) -> list[LeaseId | Key]:
+    def overdrawn(self, leaving: int = 0) -> list[LeaseId | Key]:
         """Running requests to stop before the cache is full, the latest first; empty almost always.
 
         1. There is room for what those who run may fill until the next look: nobody.
@@ -378,11 +378,14 @@ class CellLedger:
         3. The latest, until those who are left have that room.
 
         Each is named once; it counts until it is released. One that produces nothing does not grow.
+
+        Args:
+            leaving: cells of protected residents that go before anybody who was let in needs them.
         """
         running = [(key, each) for key, each in self._requests.items() if not each.stopping and each.bound]
         going = sum(each.due for each in self._requests.values() if each.stopping)
         short = sum(each.beyond(each.due, self._brake) for _, each in running) - self.empty_now - going
-        short -= self.residents.cells - self.residents.protected  # 2
+        short -= self.residents.cells - self.residents.protected + leaving  # 2
         named = []
         for key, each in reversed(running):
             if short <= 0:

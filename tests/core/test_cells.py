@@ -105,6 +105,22 @@ def test_a_conversation_that_is_saved_before_it_goes_stops_nobody():
     assert not at.cells.awaits_room(second)
 
 
+def test_what_a_request_replaces_stops_nobody():
+    """It is in the books until the engine is seen to work on the request, and goes before that grows."""
+    at = plane()
+    at.cells.adopt(CellPolicy(watermark_ratio=0.0, growth_tokens=150))
+    first = lease_of(ask(at, 50, 150, 1, 2))
+    at.cells.begins(first)
+    finish(at, first)
+    others = [lease_of(ask(at, 100, 150, number, 9)) for number in range(3)]
+    at.on_sample(sample(used=200, slots=(seen(0, 200, lease=first.lease_id),)))
+    last = lease_of(ask(at, 100, 150, 7, 8))
+    for lease in (*others, last):
+        at.cells.begins(lease)
+    assert last.slots == first.slots
+    assert at.on_sample(sample(used=200, slots=(seen(0, 200, lease=first.lease_id),))) == []
+
+
 def test_what_does_not_go_is_not_asked_again_until_the_next_sample():
     """It stays in the books."""
     at = plane()
