@@ -7,6 +7,7 @@ import signal
 
 import pytest
 from api.rig import Rig
+from fake_polykv import FakePolykv
 
 
 def pytest_configure():
@@ -34,3 +35,10 @@ async def proxies():
 async def rig(proxies):
     """A proxy with two slots and two pools."""
     return await proxies()
+
+
+@pytest.fixture
+async def engine():
+    """A patched engine that somebody else runs."""
+    async with FakePolykv() as engine:
+        yield engine

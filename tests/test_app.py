@@ -10,8 +10,7 @@ import sys
 import aiohttp
 import pytest
 import structlog
-from api.rig import CHAT, chat, until
-from fake_polykv import FakePolykv
+from api.rig import CHAT, attached, chat, until
 
 from polykv_proxy import app
 from polykv_proxy.app import GC_THRESHOLDS, Proxy, quieten_collector
@@ -19,21 +18,9 @@ from polykv_proxy.errors import ConfigError, EngineStartError
 from polykv_proxy.settings import Settings, TelemetrySettings
 
 
-@pytest.fixture
-async def engine():
-    """A patched engine that somebody else runs."""
-    async with FakePolykv() as engine:
-        yield engine
-
-
-def settings(engine, **more):
-    """Settings that attach to it."""
-    return Settings(listen="127.0.0.1:0", drain_s=5.0, engine={"url": engine.address, **more})
-
-
 async def test_a_request_finds_its_way(engine):
     """It may come before the engine is known: the proxy listens first and holds it."""
-    async with Proxy(settings(engine)) as proxy, aiohttp.ClientSession() as session:
+    async with Proxy(attached(engine)) as proxy, aiohttp.ClientSession() as session:
         async with session.post(f"http://{proxy.address}{CHAT}", json=chat("hi")) as answer:
             assert answer.status == 200
             assert answer.headers["x-session-id"] == "auto-1"
@@ -44,7 +31,7 @@ async def test_a_request_finds_its_way(engine):
 async def test_the_whole_face_is_there(engine):
     """Rates as a stream that the proxy's end ends, metrics, and status documents with members of ours."""
     async with aiohttp.ClientSession() as session:
-        async with Proxy(settings(engine)) as proxy:
+        async with Proxy(attached(engine)) as proxy:
             base = f"http://{proxy.address}"
             await until(proxy.fleet.first.runtime.serving.is_set)
             for path in ("/slots", "/props"):
@@ -60,7 +47,7 @@ async def test_the_whole_face_is_there(engine):
 
 async def test_metrics_can_be_turned_off(engine):
     """The engine's are left."""
-    quiet = settings(engine).model_copy(update={"telemetry": TelemetrySettings(metrics=False)})
+    quiet = attached(engine).model_copy(update={"telemetry": TelemetrySettings(metrics=False)})
     async with Proxy(quiet) as proxy, aiohttp.ClientSession() as session:
         await until(proxy.fleet.first.runtime.serving.is_set)
         async with session.get(f"http://{proxy.address}/metrics") as answer:
@@ -69,7 +56,7 @@ async def test_metrics_can_be_turned_off(engine):
 
 async def test_the_engines_key_guards_the_control_routes(engine):
     """Who protected the engine has protected them, unless an admin key says otherwise."""
-    async with Proxy(settings(engine, api_key="k")) as proxy, aiohttp.ClientSession() as session:
+    async with Proxy(attached(engine, api_key="k")) as proxy, aiohttp.ClientSession() as session:
         async with session.get(f"http://{proxy.address}/polykv/sessions") as answer:
             assert answer.status == 401
         key = {"Authorization": "Bearer k"}
@@ -81,7 +68,7 @@ async def test_stopping_lets_running_requests_finish(engine):
     """Their answers are complete when the proxy is gone."""
     engine.gate.clear()
     async with aiohttp.ClientSession() as session:
-        async with Proxy(settings(engine)) as proxy:
+        async with Proxy(attached(engine)) as proxy:
             url = f"http://{proxy.address}{CHAT}"
             running = asyncio.get_running_loop().create_task(session.post(url, json=chat("hi")))
             await until(lambda: engine.running)
@@ -93,8 +80,8 @@ async def test_stopping_lets_running_requests_finish(engine):
 
 async def test_an_address_in_use_is_a_configuration_error(engine):
     """Named, before anything else runs on; what was started is stopped again."""
-    async with Proxy(settings(engine)) as proxy:
-        taken = settings(engine).model_copy(update={"listen": proxy.address})
+    async with Proxy(attached(engine)) as proxy:
+        taken = attached(engine).model_copy(update={"listen": proxy.address})
         with pytest.raises(ConfigError, match="listen: cannot serve on"):
             await Proxy(taken).__aenter__()
 
@@ -109,7 +96,7 @@ async def test_a_signal_ends_serving(engine, monkeypatch):
         started.set()
 
     monkeypatch.setattr(Proxy, "_listen", listening)
-    task = asyncio.get_running_loop().create_task(app._serve(settings(engine)))
+    task = asyncio.get_running_loop().create_task(app._serve(attached(engine)))
     await started.wait()
     signal.raise_signal(signal.SIGTERM)
     async with asyncio.timeout(20.0):

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import structlog
-from fake_polykv import FakePolykv
+from api.rig import attached
 
 from polykv_proxy import hosting
 from polykv_proxy.app import Proxy
@@ -19,24 +19,12 @@ from polykv_proxy.hosting import drain
 from polykv_proxy.settings import Settings
 
 
-@pytest.fixture
-async def engine():
-    """A patched engine that somebody else runs."""
-    async with FakePolykv() as engine:
-        yield engine
-
-
-def settings(engine, **more):
-    """Settings that attach to it."""
-    return Settings(listen="127.0.0.1:0", drain_s=5.0, engine={"url": engine.address, **more})
-
-
 async def test_settings_that_an_attached_engine_does_not_obey_are_named(engine):
     """Who sets the slots of an engine that runs already would wait for them in vain."""
     with structlog.testing.capture_logs() as logs:
-        async with Proxy(settings(engine, parallel=9, args=("-ngl", "99"))):
+        async with Proxy(attached(engine, parallel=9, args=("-ngl", "99"))):
             pass
-        async with Proxy(settings(engine)):
+        async with Proxy(attached(engine)):
             pass
     (told,) = [entry for entry in logs if entry["event"] == "settings_ignored"]
     assert told["keys"] == ["engine.parallel", "engine.args"]

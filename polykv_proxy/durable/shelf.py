@@ -33,7 +33,7 @@ from polykv_proxy.core.catalogue import (
 from polykv_proxy.core.types import Scope, as_tokens
 from polykv_proxy.durable.saves import Saves
 from polykv_proxy.durable.store import Store
-from polykv_proxy.durable.sweeps import Sweeps
+from polykv_proxy.durable.sweeps import AT_ONCE, Sweeps
 from polykv_proxy.edge.tasks import TaskSet
 from polykv_proxy.engine.disk import PATIENCE_S, Disk, StuckError
 from polykv_proxy.errors import ConflictError, PolyKVError, UnavailableError
@@ -47,9 +47,6 @@ if TYPE_CHECKING:
     from polykv_proxy.metrics import Metrics
 
 log = structlog.get_logger(__name__)
-
-AT_ONCE = 64
-"""States that are entered or looked at before others get their turn."""
 
 _VERDICTS = ("engine_refused", "engine_failed")
 """Codes of errors in which an engine answers, and will answer the same again unless it lacked cells."""
@@ -339,7 +336,7 @@ class Shelf:
         coming = any(
             scope in (None, each.state.scope) and is_under(each.state.key, key) for each in self.saves
         )
-        if coming or any(entry.holds or self.busy(entry) for entry in entries):
+        if coming or any(map(self.is_in_use, entries)):
             raise ConflictError(f"what is saved under {key} is in use", code="cache_in_use", param="key")
         return entries or None
 

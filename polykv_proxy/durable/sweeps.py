@@ -25,7 +25,7 @@ LITTER_S = 600.0
 """Seconds after which a file that nobody waits for goes: by then no call to the engine is on its way."""
 
 AT_ONCE = 64
-"""States that are looked at before others get their turn."""
+"""States that are entered or looked at before others get their turn."""
 
 
 class Sweeps:

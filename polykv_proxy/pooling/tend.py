@@ -57,9 +57,8 @@ class Tender:
                 await self._room.end_grace(pool)
         await self._orphans()
         if self._strays() != ([], []):
-            await self._runtime.readings.take(
-                max_age_s=0.0
-            )  # the last one may be older than what happened since
+            # the last one may be older than what happened since
+            await self._runtime.readings.take(max_age_s=0.0)
             await self._take_back_strays()
 
     async def _orphans(self) -> None:

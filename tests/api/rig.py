@@ -58,6 +58,20 @@ async def until(condition: Callable[[], object]) -> None:
             await asyncio.sleep(0.002)
 
 
+async def held_open(answer: aiohttp.ClientResponse) -> bytes:
+    """What a held stream sent until it had sent three comments."""
+    seen = b""
+    async with asyncio.timeout(20.0):
+        while seen.count(b":\n\n") < 3:
+            seen += await answer.content.readany()
+    return seen
+
+
+def attached(engine: FakePolykv, **more: Any) -> Settings:
+    """Settings that attach to an engine."""
+    return Settings(listen="127.0.0.1:0", drain_s=5.0, engine={"url": engine.address, **more})
+
+
 def chat(*contents: str, **more: Any) -> dict[str, Any]:
     """A chat body: the common system prompt, then turns."""
     messages = [{"role": "system", "content": SYSTEM}]

@@ -6,7 +6,7 @@ import json
 import pytest
 from fake_engine import Script
 
-from api.rig import CHAT, SYSTEM, chat, until
+from api.rig import CHAT, SYSTEM, chat, held_open, until
 from polykv_proxy.core.decisions import StopRunning
 from polykv_proxy.core.types import SlotId
 
@@ -32,15 +32,6 @@ async def occupied(proxies, **queue):
     return rig, running
 
 
-async def opened(answer):
-    """What a held stream sent until it had sent three comments."""
-    seen = b""
-    async with asyncio.timeout(20.0):
-        while seen.count(b":\n\n") < 3:
-            seen += await answer.content.readany()
-    return seen
-
-
 # -- streams that wait ------------------------------------------------------------------------------------
 
 
@@ -51,7 +42,7 @@ async def test_a_stream_that_waits_is_kept_alive(proxies, path):
     async with rig.open(path, APIS[path] | {"stream": True, "session_id": "me"}) as answer:
         assert answer.status == 200
         assert answer.headers["Content-Type"] == "text/event-stream"
-        seen = await opened(answer)
+        seen = await held_open(answer)
         assert seen.replace(b":\n\n", b"") == b""
         rig.engine.gate.set()
         rest = await answer.content.read()
@@ -94,7 +85,7 @@ async def test_an_engine_that_refuses_late_ends_the_stream_with_its_error(proxie
     """Its own words where there are any; the slot is free again."""
     rig, running = await occupied(proxies, **PATIENT)
     async with rig.open(path, APIS[path] | {"stream": True}) as answer:
-        await opened(answer)
+        await held_open(answer)
         rig.engine.script = Script(fault="error", status=400, error_body=body)
         rig.engine.gate.set()
         rest = await answer.content.read()
@@ -109,7 +100,7 @@ async def test_an_engine_that_dies_under_a_held_stream_ends_it_with_an_error(pro
     for fault in ("die_before_head", "die_mid_stream"):
         rig, running = await occupied(proxies, **PATIENT)
         async with rig.open(CHAT, chat("hi", stream=True)) as answer:
-            await opened(answer)
+            await held_open(answer)
             rig.engine.script = Script(fault=fault)
             rig.engine.gate.set()
             rest = await answer.content.read()
@@ -122,7 +113,7 @@ async def test_a_client_that_leaves_a_held_stream_leaves_the_queue(proxies):
     """The slot goes to the next, and the engine never hears of the one who left."""
     rig, running = await occupied(proxies, **PATIENT)
     async with rig.open(CHAT, chat("leaver", stream=True)) as answer:
-        await opened(answer)
+        await held_open(answer)
     await until(lambda: rig.waiting == 0)
     rig.engine.gate.set()
     await running
@@ -137,7 +128,7 @@ async def test_a_stream_may_open_before_there_is_an_engine(proxies):
     wanted = {"pool_id": made["pool_id"], "shared_prefix_n_tokens": 9999, "strict": True}
     rig.down()
     async with rig.open(CHAT, chat("hi", stream=True, opencoti=wanted)) as answer:
-        await opened(answer)
+        await held_open(answer)
         await rig.up()
         rest = await answer.content.read()
     assert b'"code":"shared_prefix_too_long"' in rest

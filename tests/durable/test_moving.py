@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from api.rig import CHAT, chat, until
+from api.rig import CHAT, chat, held_open, until
 
 from durable.test_sessions import keys, turn
 from polykv_proxy.core.cells import need_of_pool
@@ -12,15 +12,6 @@ from polykv_proxy.core.types import Scope, SlotId
 
 SOON = {"hold_grace_s": 0.02, "keepalive_s": 0.01}
 """Streams open soon and then wait."""
-
-
-async def comments(answer):
-    """What a held stream sent until it had sent three."""
-    seen = b""
-    async with asyncio.timeout(20.0):
-        while seen.count(b":\n\n") < 3:
-            seen += await answer.content.readany()
-    return seen
 
 
 @pytest.mark.parametrize("why", ["save", "restore", "erase", "read"])
@@ -50,7 +41,7 @@ async def test_a_stream_that_waits_for_kv_is_kept_alive(proxies, why):
         rig.runtime.finish(lease, clean=True, content=Content.OLD)
     name, said = ("c", "first") if why in ("save", "erase") else ("a", "y" * 300)
     async with rig.open(CHAT, chat(name, said, "more", session_id=name, stream=True)) as answer:
-        assert (await comments(answer)).replace(b":\n\n", b"") == b""
+        assert (await held_open(answer)).replace(b":\n\n", b"") == b""
         held.set()
         assert b"[DONE]" in await answer.content.read()
     if emptying is not None:
