@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from polykv_proxy.core.catalogue import Reason, SavedState
+from polykv_proxy.core.catalogue import Kind, Reason, SavedState
 from polykv_proxy.core.types import as_tokens, common_prefix
 from polykv_proxy.core.worth import goes_on
 from polykv_proxy.durable.store import StoreError
@@ -25,7 +25,7 @@ from polykv_proxy.errors import PolyKVError
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Mapping
 
-    from polykv_proxy.core.catalogue import Entry, Kind, PoolRecord
+    from polykv_proxy.core.catalogue import Entry, PoolRecord
     from polykv_proxy.core.types import Scope
     from polykv_proxy.durable.shelf import Shelf
     from polykv_proxy.engine.wire import SlotFile
@@ -95,6 +95,10 @@ class Saves:
     def of(self, owner: object) -> list[Coming]:
         """Those of somebody."""
         return [coming for coming in self if coming.owner is owner]
+
+    def brings_session(self, scope: Scope) -> bool:
+        """Whether a session's state of a scope is among them."""
+        return any(coming.label.kind is Kind.SESSION and coming.label.scope == scope for coming in self)
 
     async def save(
         self, label: Label, n_tokens: int, write: Callable[[str], Awaitable[SlotFile]]

@@ -241,7 +241,7 @@ class Durable:
         shelf = self.shelf
         if not shelf.on or has_adapters(body):
             return False
-        return shelf.catalogue.holds_sessions(scope, shelf.model_id)
+        return shelf.catalogue.holds_sessions(scope, shelf.model_id) or shelf.saves.brings_session(scope)
 
     async def before_request(self, lease: Lease, tokens: Tokens | None, held: int) -> None:
         """See ``Saver``."""

@@ -160,6 +160,20 @@ async def test_no_wish_for_tokens_where_nothing_is_saved(proxies):
     assert not rig.durable.may_help(Scope("other"), b"{}")
 
 
+async def test_the_first_state_of_all_is_waited_for(proxies):
+    """It is on its way while its session comes back: nothing counts yet, and looking for it helps."""
+    rig = await proxies()
+    async with rig.durable.shelf.changing:  # the disk is slow
+        for name in ("a", "b"):
+            assert (await rig.ask(CHAT, chat(name, "first", session_id=name))).status == 200
+        assert not keys(rig)
+        assert rig.durable.may_help(Scope(""), b"{}")
+        assert not rig.durable.may_help(Scope("other"), b"{}")
+        back = asyncio.create_task(turn(rig, "a", "first", "second"))
+        await until(lambda: len(rig.durable.shelf.saves) == 2)  # b was there
+    assert await back >= prompt_of(rig, "a", "first") - 1
+
+
 async def test_who_does_not_go_on_from_what_is_being_saved_does_not_wait_for_it(proxies):
     """A save takes as long as the disk does."""
     rig = await proxies(slots=2, idle_save_s=1000.0)
