@@ -33,7 +33,8 @@ from polykv_proxy.api.work import Work
 from polykv_proxy.core.slots import Content
 from polykv_proxy.core.types import PoolId
 from polykv_proxy.edge.head import HOP_BY_HOP
-from polykv_proxy.edge.relay import RelayResult, relay, relay_into_open_stream
+from polykv_proxy.edge.relay import relay, relay_into_open_stream
+from polykv_proxy.edge.splice import RelayResult
 from polykv_proxy.errors import EngineGoneError, NoRoomError, PolyKVError, SaturatedError
 
 if TYPE_CHECKING:
@@ -332,7 +333,7 @@ class Inference:
             return await self._refused_late(work, response, overflows)
         if response.head.status in STATUSES:
             return await self._refused(work, response, overflows)
-        stream = (response.head.get(b"content-type") or b"").startswith(b"text/event-stream")
+        stream = response.head.event_stream
         reader = self._reader(work, response, stream=stream)
         tail = Tail() if response.head.status == 200 else None
         observer = None if tail is None else tail.observe

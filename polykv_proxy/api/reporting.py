@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from polykv_proxy.api.overflow import Overflows
     from polykv_proxy.api.work import Work
     from polykv_proxy.edge.head import Headers
-    from polykv_proxy.edge.relay import RelayResult
+    from polykv_proxy.edge.splice import RelayResult
     from polykv_proxy.runtime import Runtime
 
 log = structlog.get_logger(__name__)

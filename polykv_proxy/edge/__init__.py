@@ -2,8 +2,8 @@
 
 ``head``, ``parse`` and ``framing`` are pure and decide what bytes mean. ``server`` takes connections and
 runs one handler per request, which sees it as an ``Exchange``; ``upstream`` keeps connections to an
-engine; ``relay`` joins the two, byte for byte; ``inproc`` makes an aiohttp application of this process just
-another upstream. A handler is no more than::
+engine; ``relay`` gives the engine's answer to the client, and ``splice`` its body, byte for byte; ``inproc``
+makes an aiohttp application of this process just another upstream. A handler is no more than::
 
     async def handler(exchange: Exchange) -> None:
         body = await exchange.read_body(limit=16 * 1024 * 1024)
@@ -28,8 +28,9 @@ from polykv_proxy.edge.head import (
     error_envelope,
 )
 from polykv_proxy.edge.inproc import InProcess
-from polykv_proxy.edge.relay import RelayResult, Transform, relay, relay_into_open_stream
+from polykv_proxy.edge.relay import relay, relay_into_open_stream
 from polykv_proxy.edge.server import Edge
+from polykv_proxy.edge.splice import RelayResult, Transform
 from polykv_proxy.edge.upstream import Address, Dialer, Upstream
 from polykv_proxy.edge.upstream_response import UpstreamResponse
 

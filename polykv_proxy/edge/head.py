@@ -144,6 +144,11 @@ class ResponseHead(Head):
         """Whether a final response is still to come (1xx; 101 ends HTTP and is not interim)."""
         return 100 <= self.status < 200 and self.status != HTTPStatus.SWITCHING_PROTOCOLS
 
+    @property
+    def event_stream(self) -> bool:
+        """Whether the body is server-sent events."""
+        return self.index.get(b"content-type", b"").startswith(b"text/event-stream")
+
     def bodiless(self, method: str) -> bool:
         """Whether the message ends with its head, whatever its fields say (RFC 9112 section 6.3, rule 1)."""
         return method == "HEAD" or self.status in _BODILESS_STATUS or self.status < 200

@@ -8,7 +8,7 @@ import uvloop
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from edge.wire import LIVENESS_S, Rig, chunked, get, post
+from edge.wire import LIVENESS_S, SSE, Rig, chunked, get, post
 
 EVENTS = [
     'data: {"content":"né 👩‍💻"}\n\n'.encode(),
@@ -16,7 +16,6 @@ EVENTS = [
     'data: {"content":"漢字"}\r\n\r\n'.encode(),
     b"data: [DONE]\n\n",
 ]
-STREAM = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 PLAIN = b"HTTP/1.1 200 OK\r\nX: 1\r\nContent-Length: 11\r\n\r\nhello world"
 EMPTY = b"HTTP/1.1 204 No Content\r\n\r\n"
 
@@ -28,13 +27,9 @@ REQUESTS = (
     + get(b"/last", b"Connection: close")
 )
 BODIES = [b'{"stream":true}', b"", b"abcdefg", b""]
-ANSWERS = [STREAM + chunked(*EVENTS), b"HTTP/1.1 103 Early Hints\r\nA: b\r\n\r\n" + PLAIN, EMPTY, PLAIN]
+ANSWERS = [SSE + chunked(*EVENTS), b"HTTP/1.1 103 Early Hints\r\nA: b\r\n\r\n" + PLAIN, EMPTY, PLAIN]
 EXPECTED = (
-    STREAM
-    + chunked(*EVENTS)
-    + ANSWERS[1]
-    + EMPTY
-    + PLAIN.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
+    SSE + chunked(*EVENTS) + ANSWERS[1] + EMPTY + PLAIN.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
 )
 
 cuts = st.lists(st.integers(min_value=1, max_value=len(REQUESTS + EXPECTED)), max_size=10)
@@ -89,7 +84,7 @@ def test_cuts_change_nothing(factory, guarded):
 @pytest.mark.parametrize("guarded", [False, True])
 async def test_stream_broken_anywhere(guarded):
     """An engine that dies after any byte of its answer: never a complete stream, never half an event."""
-    body = STREAM + chunked(*EVENTS)
+    body = SSE + chunked(*EVENTS)
     error_event = b"data: error\n\n"
 
     async def conversation(peer):
@@ -104,8 +99,8 @@ async def test_stream_broken_anywhere(guarded):
             peer_cut[0] = cut
             client = await rig.client(port)
             await client.send(get())
-            raw = await client.read_all() if cut >= len(STREAM) and not guarded else b""
-            if cut < len(STREAM):
+            raw = await client.read_all() if cut >= len(SSE) and not guarded else b""
+            if cut < len(SSE):
                 assert (await client.read_message()).status == 503
             elif guarded:
                 payload = (await client.read_message()).body

@@ -39,6 +39,13 @@ def test_expectation():
     assert not request(b"Expect: 100-continue", start=b"POST / HTTP/1.0").expects_continue
 
 
+def test_a_stream_of_events_is_told_by_its_type():
+    """Whatever parameters follow; an answer without a type is none."""
+    assert response(b"Content-Type: text/event-stream; charset=utf-8").event_stream
+    assert not response(b"Content-Type: application/json").event_stream
+    assert not response().event_stream
+
+
 def test_hop_by_hop_fields_stay_behind():
     """Fields about one connection, and those that Connection names, stay behind; the rest goes as sent."""
     head = request(

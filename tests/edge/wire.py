@@ -21,6 +21,13 @@ if TYPE_CHECKING:
 LIVENESS_S = 20.0
 """Generous: a test that waits this long hangs."""
 
+GET_1_0 = b"GET / HTTP/1.0\r\n\r\n"
+
+SSE = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+"""How the engine begins a stream."""
+
+ERROR_EVENT = b'data: {"error":{"message":"gone"}}\n\n'
+
 
 @dataclass
 class Message:
@@ -247,3 +254,24 @@ def post(body: bytes, *fields: bytes, target: bytes = b"/") -> bytes:
 def chunked(*payloads: bytes) -> bytes:
     """A chunked body, ended."""
     return b"".join(b"%x\r\n%b\r\n" % (len(payload), payload) for payload in payloads) + b"0\r\n\r\n"
+
+
+def answering(*pieces: bytes, pause_s: float = 0.0, then=None):
+    """A conversation that answers every request with these pieces."""
+
+    async def conversation(peer):
+        while True:
+            await peer.read_message()
+            for piece in pieces:
+                await peer.send(piece)
+                if pause_s:
+                    await asyncio.sleep(pause_s)
+            if then is not None:
+                await then(peer)
+                return
+
+    return conversation
+
+
+async def close(_peer):
+    """The engine dies."""
