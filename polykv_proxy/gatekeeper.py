@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING
 
 from polykv_proxy.core.admission import Entered, Refused
 from polykv_proxy.core.experience import pressure
-from polykv_proxy.core.gate import Entry, Gate, Look, Waiter
+from polykv_proxy.core.gate import Entry, Gate, Waiter
 from polykv_proxy.core.headroom import Arm
 from polykv_proxy.core.policies import effective
+from polykv_proxy.core.sight import Look
 from polykv_proxy.core.types import EngineSample, SessionId
 from polykv_proxy.errors import PolyKVError, SaturatedError, UnavailableError
 

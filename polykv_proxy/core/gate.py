@@ -12,31 +12,22 @@ Rule 4: without a policy that says anything, a request costs a few look-ups.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from polykv_proxy.core.admission import Entered, Held, Newcomer, Refused, decide
-from polykv_proxy.core.curve import Bias, TpotCurve, Windows
-from polykv_proxy.core.headroom import (
-    Arm,
-    Failing,
-    Picture,
-    Reason,
-    capacity,
-    failing,
-    headroom_sessions,
-    keeps_floor,
-    retry_after_s,
-)
+from polykv_proxy.core.headroom import Arm, Failing, Picture, Reason, capacity, failing, retry_after_s
 from polykv_proxy.core.presence import Presence
 from polykv_proxy.core.promises import Promises
 from polykv_proxy.core.queueing import FairQueue
+from polykv_proxy.core.sight import Sight
 
 if TYPE_CHECKING:
     from polykv_proxy.core.headroom import Capacity
     from polykv_proxy.core.ledger import CellLedger
     from polykv_proxy.core.policies import Policy
     from polykv_proxy.core.promises import Promise, Wish
+    from polykv_proxy.core.sight import Look
     from polykv_proxy.core.types import PoolId, Scope, SessionId
 
 MAX_WAITING = 4096
@@ -44,9 +35,6 @@ MAX_WAITING = 4096
 
 ADVANCE_S = 0.25
 """Seconds between two looks at the clock's consequences, where no sample comes."""
-
-MARGINAL_ANSWERS = 32
-"""Requests that the mean of what a session takes goes back, about."""
 
 ENTERED = Entered()
 
@@ -77,28 +65,6 @@ class Waiter:
 
 Passage: TypeAlias = "Entered | Waiter | Refused"
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Look:
-    """What a sample says about the pace and the room."""
-
-    taken_at: float
-    """Monotonic seconds."""
-    decoding: int
-    """Sessions that decode."""
-    mean_tps: float | None
-    """Mean of those of them whose rate is known."""
-    tokens: int = 0
-    """Generated since the last look, first tokens of answers left out."""
-    seconds: float = 0.0
-    """That they took, summed over sessions."""
-    window: int | None = None
-    largest_ratio: float | None = None
-    slots_free: int | None = None
-    seq_ids_used: int | None = None
-    seq_ids_max: int | None = None
-
-
 SESSION_OUTCOMES = ("admitted", "queued", "rejected", "expired", "gave_up")
 """What becomes of a session that comes to the gate: let in at once or after a wait, refused at once or after
 a wait, or it left."""
@@ -114,21 +80,16 @@ class Gate:
 
     def __init__(self, ledger: CellLedger | None = None, *, stale_after_s: float | None = None) -> None:
         self.ledger = ledger
-        self._stale_after_s = stale_after_s
         self.presence = Presence()
-        self.curve = TpotCurve()
-        self.bias = Bias()
-        self._windows = Windows(self.curve, self.bias)
+        self._sight = Sight(stale_after_s)
         self._queue: FairQueue[Waiter] = FairQueue(MAX_WAITING)
-        self._look: Look | None = None
         self._advanced_at = float("-inf")
-        self._marginal: float | None = None
         self._waiters: dict[SessionId, list[Waiter]] = {}
         """Requests that wait, by session: they come in together."""
         self._woken: list[Waiter] = []
         self._refused = (0, 0)
         """Sessions refused while so many had left."""
-        self._promises = Promises()
+        self._promises = Promises(ledger)
         self.counts: Counter[str] = Counter(dict.fromkeys(SESSION_OUTCOMES, 0))
         """Sessions by what became of them here; turns of those inside are not among them."""
 
@@ -220,8 +181,7 @@ class Gate:
         """
         self.presence.end(session, now)
         if cells is not None:
-            mean = self._marginal
-            self._marginal = float(cells) if mean is None else mean + (cells - mean) / MARGINAL_ANSWERS
+            self._sight.on_over(cells)
 
     def on_known(self, newcomer: SessionId, session: SessionId, now: float) -> None:
         """A request came in before anybody knew whose it is; now that is known.
@@ -249,10 +209,7 @@ class Gate:
 
     def on_look(self, look: Look) -> None:
         """A sample came. ``wake`` afterwards."""
-        before = self._look
-        if before is not None and look.taken_at > before.taken_at:
-            self._windows.add(look.decoding, look.taken_at - before.taken_at, look.tokens, look.seconds)
-        self._look = look
+        self._sight.on_look(look)
         self.presence.on_look(look.taken_at)
         self._advanced_at = look.taken_at
 
@@ -260,18 +217,14 @@ class Gate:
         self, ledger: CellLedger | None, *, same_model: bool, stale_after_s: float | None = None
     ) -> None:
         """The engine is there, empty; another model has another curve. See the class for the arguments."""
-        self.ledger, self._stale_after_s = ledger, stale_after_s
-        self._look = None
-        if not same_model:
-            self.curve, self.bias = TpotCurve(), Bias()
-        self._windows = Windows(self.curve, self.bias)
+        self.ledger = self._promises.ledger = ledger
+        self._sight.on_engine_ready(same_model=same_model, stale_after_s=stale_after_s)
 
     def advance(self, now: float) -> None:
         """Time passes."""
         self._advanced_at = now
         self.presence.advance(now)
-        for lease in self._promises.expire(now):
-            self._unmark(lease)
+        self._promises.expire(now)
 
     def wake(self, now: float) -> list[Waiter]:
         """Let in those who wait and may come in now, in turn; call it after whatever made room.
@@ -340,40 +293,21 @@ class Gate:
             now: monotonic seconds.
             pool: whose line is looked at.
         """
-        look, presence = self._look, self.presence
-        stale = self._stale_after_s is not None and (
-            look is None or now - look.taken_at > self._stale_after_s
-        )
-        picture = Picture(
+        presence = self.presence
+        left, refused = self._refused
+        inside = Picture(
             working=presence.working,
             live=presence.live,
             duty=presence.duty,
             promised=len(self._promises),
             settling=presence.settling,
             floor=presence.floor,
-            fit=self.curve.fit(),
-            reach=self.curve.reach,
-            bias=self.bias.ratio,
-            margin_ratio=self.bias.margin_ratio,
             cells=None if self.ledger is None else self.ledger.figures(),
-            marginal_tokens=self._marginal,
             waiting=self._queue.depth(pool),
             leave_gap_s=presence.gap_s,
-            refused=self._refused[1] if self._refused[0] == presence.left else 0,
-            stale=stale,
+            refused=refused if left == presence.left else 0,
         )
-        if look is None:
-            return picture
-        return replace(
-            picture,
-            decoding=look.decoding,
-            mean_tps=look.mean_tps,
-            largest_ratio=look.largest_ratio,
-            window=look.window,
-            slots_free=look.slots_free,
-            seq_ids_used=look.seq_ids_used,
-            seq_ids_max=look.seq_ids_max,
-        )
+        return self._sight.complete(inside, now)
 
     def capacity(
         self, now: float, policy: Policy, pool: PoolId | None = None, expected_tokens: int | None = None
@@ -397,9 +331,8 @@ class Gate:
         """Promise places to sessions that will come: all of them, or none.
 
         1. The key is known: its promise stands as it was.
-        2. Too many promises are open: refused.
-        3. The cells are not there, or an enforced policy would not let so many in: refused.
-        4. Promised.
+        2. Something speaks against it, see ``Promises.why_not``: refused.
+        3. Promised.
 
         Args:
             wish: how many places, whose, and for how long.
@@ -412,36 +345,11 @@ class Gate:
         if known is not None:
             return known  # 1
         picture = self.picture(now, wish.pool)
-        fails = self._cannot_promise(picture, policy, wish)
-        if fails is not None:
+        fails = self._promises.why_not(wish, picture, policy)
+        if fails is not None:  # 2
             return self._refuse(Refused(fails, retry_after_s(picture, jitter), capacity(picture, policy)))
-        if self.ledger is not None and wish.cells_each:
-            for lease in wish.leases:
-                self.ledger.earmark(("promised", lease), wish.cells_each)
-        return self._promises.add(wish, now)  # 4
-
-    def _cannot_promise(self, picture: Picture, policy: Policy, wish: Wish) -> Failing | None:
-        count = len(wish.leases)
-        if not self._promises.has_room(count):
-            return Failing(Arm.QUEUE, Reason.QUEUE_FULL)  # 2
-        if picture.cells is not None and count * wish.cells_each > picture.cells.admissible:
-            return Failing(Arm.CELLS, Reason.CELLS)  # 3
-        if not policy.enforced:
-            return None
-        if picture.stale:
-            return Failing(Arm.TPS, Reason.STALE)
-        if not keeps_floor(picture, policy, count):
-            return Failing(Arm.TPS, Reason.TPS_FLOOR)
-        headroom = headroom_sessions(picture, policy)
-        return Failing(Arm.CELLS, Reason.CELLS) if headroom is not None and headroom < count else None
+        return self._promises.add(wish, now)  # 3
 
     def give_back(self, lease: str, scope: Scope) -> bool:
         """A promised place is taken or not wanted any more; returns whether it was still open."""
-        if not self._promises.close(lease, scope):
-            return False
-        self._unmark(lease)
-        return True
-
-    def _unmark(self, lease: str) -> None:
-        if self.ledger is not None:
-            self.ledger.earmark(("promised", lease), 0)
+        return self._promises.close(lease, scope)

@@ -20,8 +20,9 @@ from typing import Any
 
 from polykv_proxy.core.admission import Entered
 from polykv_proxy.core.curve import EXPERIENCED_S
-from polykv_proxy.core.gate import Entry, Gate, Look, Waiter
+from polykv_proxy.core.gate import Entry, Gate, Waiter
 from polykv_proxy.core.policies import Mode, OnSaturation, Policy, Projection
+from polykv_proxy.core.sight import Look
 
 LOOK_S = 0.25
 """Seconds between two samples, as the product's sampler takes them while the engine works."""

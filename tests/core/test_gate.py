@@ -9,11 +9,12 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from polykv_proxy.core import gate as gates
 from polykv_proxy.core.admission import Entered, Refused
-from polykv_proxy.core.gate import ENTERED, Entry, Gate, Look, Waiter
+from polykv_proxy.core.gate import ENTERED, Entry, Gate, Waiter
 from polykv_proxy.core.headroom import Arm, Reason
 from polykv_proxy.core.ledger import CellLedger
 from polykv_proxy.core.policies import Mode, OnSaturation, Policy
 from polykv_proxy.core.promises import Promise, Wish
+from polykv_proxy.core.sight import Look
 from polykv_proxy.core.types import Scope
 
 REJECT = Policy(target_tps_per_session=20.0, mode=Mode.ENFORCED)
@@ -347,12 +348,12 @@ def test_another_model_has_another_curve():
             scene.gate.on_look(
                 Look(taken_at=scene.now, decoding=n, mean_tps=50.0, tokens=n * 20, seconds=n * 0.25)
             )
-    assert scene.gate.curve.fit() is not None
+    assert scene.gate.picture(scene.now).fit is not None
     scene.gate.on_engine_ready(None, same_model=True)
-    assert scene.gate.curve.fit() is not None
+    assert scene.gate.picture(scene.now).fit is not None
     assert scene.gate.picture(scene.now).mean_tps is None
     scene.gate.on_engine_ready(CellLedger(10), same_model=False)
-    assert scene.gate.curve.fit() is None
+    assert scene.gate.picture(scene.now).fit is None
     assert scene.gate.picture(scene.now).cells.total == 10
 
 
