@@ -12,6 +12,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from polykv_proxy.core.types import SlotId
+from polykv_proxy.durable.names import temporary_name
 from polykv_proxy.engine import slotfile, trial
 from polykv_proxy.engine.disk import StuckError
 from polykv_proxy.errors import BadRequestError, EngineGoneError, NotFoundError, UnavailableError
@@ -43,7 +44,7 @@ async def sings(client: EngineClient, shelf: Shelf, facts: EngineFacts, window: 
             return f"a context of {facts.ctx_tokens} tokens is too short to try a window of {window}"
         length = facts.ctx_tokens // 2
     store, disk = shelf.store, shelf.disk
-    name = store.temporary(("canary",))
+    name = temporary_name(("canary",))
     ends = SlotId(0), SlotId(facts.slots - 1)
     version: list[int] = []
 

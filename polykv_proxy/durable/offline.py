@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from polykv_proxy.core.catalogue import Catalogue, Reason
 from polykv_proxy.durable.identity import config_hash
-from polykv_proxy.durable.store import Store, StoreError, sidecar_name
+from polykv_proxy.durable.names import sidecar_name
+from polykv_proxy.durable.store import Store, StoreError
 from polykv_proxy.engine import slotfile
 from polykv_proxy.engine.filelock import try_lock
 from polykv_proxy.errors import ConflictError

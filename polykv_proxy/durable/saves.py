@@ -19,6 +19,7 @@ import structlog
 from polykv_proxy.core.catalogue import Kind, Reason, SavedState
 from polykv_proxy.core.types import as_tokens, common_prefix
 from polykv_proxy.core.worth import goes_on
+from polykv_proxy.durable.names import is_of, temporary_name
 from polykv_proxy.durable.store import StoreError
 from polykv_proxy.errors import PolyKVError
 
@@ -138,7 +139,7 @@ class Saves:
             if not still():
                 return None
             state = self._shelf.draft(label)
-            name = self._shelf.store.temporary(state.identity)
+            name = temporary_name(state.identity)
             coming = Coming(state, label, name, owner, others, then, self._shelf.failures)
             self._coming[coming] = None
             written: SlotFile | None = None
@@ -210,7 +211,7 @@ class Saves:
             if not goes_on(common_prefix(before.tokens, tokens), len(before.tokens)):
                 coming.state, before = self._beside(coming.state, coming.others), None
         identity = coming.state.identity
-        if not shelf.store.is_named(coming.file, identity):
+        if not is_of(coming.file, identity):
             coming.file = await shelf.disk.begin(0, shelf.store.rename, coming.file, identity)
         draft = replace(
             coming.state,

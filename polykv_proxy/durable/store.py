@@ -1,40 +1,27 @@
-"""The files of saved states: how they come, are checked, and go. Blocking; call it through ``Disk``.
-
-::
-
-    kv-<identity>-<generation>.tmp     what the engine writes
-    kv-<identity>-<generation>.bin     the same, checked and on disk
-    kv-<identity>.json                 the sidecar: names the .bin that counts
-    tombstones.json                    why states are gone
+"""The files of saved states in one folder: how they come and go. Blocking; call it through ``Disk``.
 
 Rule 1: the rename of the sidecar is the commit. Whatever happens before it leaves the old state, whatever
-happens after it the new one: a ``.bin`` that no sidecar names is nobody's. Each save has a name of its own,
-so that whoever reads the old one has it to the end: when that goes is its readers' business.
-Rule 2: a state is believed only after its sidecar's checksum, the size, the tokens and the digest of its file
-agree; the last before every use. The engine does not survive a file that was cut.
-Rule 3: nothing is touched that does not have a name of ours; nor what cannot be read now, which says nothing
-of what it is.
-Rule 4: files are as sensitive as the conversations in them: 0600, in a folder of 0700.
+happens after it the new one: a ``.bin`` that no sidecar names is nobody's. When the file of the old one goes
+is its readers' business.
+Rule 2: nothing is touched that does not have a name of ours (``names``); nor what cannot be read now, which
+says nothing of what it is (``found``).
+Rule 3: files are as sensitive as the conversations in them: 0600, in a folder of 0700.
 """
 
 from __future__ import annotations
 
 import os
-import re
-import secrets
 import shutil
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from hashlib import sha256
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import structlog
-from xxhash import xxh3_128
 
 from polykv_proxy.durable import sidecar, tombstones
-from polykv_proxy.durable.identity import canonical
+from polykv_proxy.durable.found import Scan, digest_of, look, tells, what_is_wrong
+from polykv_proxy.durable.names import TOMBSTONES, final_name, is_ours, sidecar_name, stem, temporary_name
 from polykv_proxy.engine import slotfile
-from polykv_proxy.engine.disk import progress
 from polykv_proxy.errors import UnavailableError
 
 if TYPE_CHECKING:
@@ -62,39 +49,11 @@ STEPS = (
 COMMIT_STEP = "rename_sidecar"
 """Before it is done the old state counts, from then on the new one."""
 
-TOMBSTONES = "tombstones.json"
-
-_OURS = re.compile(r"^kv-[0-9a-f]{32}(?:-[0-9a-f]{8}\.(?:bin|tmp)|\.json(?:\.tmp)?)$")
-_CHUNK = 1 << 20
-
 
 class StoreError(UnavailableError):
     """A state cannot be saved or is not what it should be; serving goes on without."""
 
     code = "slot_file"
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """A saved state that was found on disk."""
-
-    state: SavedState
-    used_ts: float
-    uses: int
-
-
-@dataclass(slots=True)
-class Scan:
-    """What a folder holds."""
-
-    found: list[Found] = field(default_factory=list)
-    """What can be believed, the oldest first."""
-    problems: list[str] = field(default_factory=list)
-    """What was wrong with the rest, a line each."""
-    wrong: list[sidecar.Sidecar] = field(default_factory=list)
-    """Of the rest: what is known of those whose files are not as they were."""
-    unread: set[str] = field(default_factory=set)
-    """Of the rest: what the names of those begin with that could not be read now."""
 
 
 class Store:
@@ -114,7 +73,7 @@ class Store:
     def open(self) -> Scan:
         """All states that can be believed, and what was wrong with others.
 
-        Those are removed, but for what could not be read (rule 3).
+        Those are removed, but for what could not be read (rule 2).
 
         Raises:
             StoreError: the folder cannot be used.
@@ -125,10 +84,10 @@ class Store:
             names = self._names()
         except OSError as error:
             raise StoreError(f"{self.folder}: {error.strerror}") from None
-        seen = self._scan(names)
+        seen = look(self.folder, names)
         named = {one.state.file for one in seen.found} | {sidecar_name(one.state) for one in seen.found}
         for name in names:
-            if name not in named and _stem(name) not in seen.unread:
+            if name not in named and stem(name) not in seen.unread:
                 self._remove(name)  # of a save that came to nothing, or what was damaged
         return seen
 
@@ -138,52 +97,10 @@ class Store:
             names = self._names()
         except OSError as error:
             return Scan(problems=[f"{self.folder}: {error.strerror}"])
-        return self._scan(names)
-
-    def _scan(self, names: list[str]) -> Scan:
-        seen = Scan()
-        for name in names:
-            if not name.endswith(".json"):
-                continue
-            progress()
-            try:
-                seen.found.append(self.read(name))
-            except (OSError, sidecar.BadSidecarError, UnavailableError) as error:
-                seen.problems.append(f"{name}: {error}")
-                if not _is_wrong(error):
-                    seen.unread.add(_stem(name))
-                elif (told := self._told(name)) is not None:
-                    seen.wrong.append(told)
-        seen.found.sort(key=lambda one: one.state.created_ts)
-        return seen
-
-    def _told(self, name: str) -> sidecar.Sidecar | None:
-        """What a sidecar says of a state that is not there, or not as it was."""
-        try:
-            return sidecar.read((self.folder / name).read_bytes())
-        except (OSError, sidecar.BadSidecarError):
-            return None
+        return look(self.folder, names)
 
     def _names(self) -> list[str]:
-        return sorted(path.name for path in self.folder.iterdir() if _OURS.match(path.name))
-
-    def read(self, name: str) -> Found:
-        """The state of one sidecar; all is checked but its file's digest.
-
-        Raises:
-            OSError, BadSidecarError, UnavailableError: it is not to be believed.
-        """
-        path = self.folder / name
-        document = sidecar.read(path.read_bytes())
-        if not _OURS.match(document.file):
-            raise sidecar.BadSidecarError("it names a file that is not ours")
-        file = self.folder / document.file
-        if file.stat().st_size != document.file_bytes:
-            raise sidecar.BadSidecarError(f"{document.file} is not as long as it was saved")
-        state = sidecar.state_of(document, _tokens(file))
-        if sidecar_name(state) != name:
-            raise sidecar.BadSidecarError("it belongs under another name")
-        return Found(state, max(document.used_ts, path.stat().st_mtime), document.uses)
+        return sorted(path.name for path in self.folder.iterdir() if is_ours(path.name))
 
     def litter(self, known: AbstractSet[str], before_ts: float) -> int:
         """Remove slot files that nobody waits for any more; returns how many went.
@@ -219,23 +136,13 @@ class Store:
 
     # -- coming ------------------------------------------------------------------------------------------
 
-    @staticmethod
-    def temporary(identity: tuple[str, ...]) -> str:
-        """A name for the engine to save under."""
-        return f"kv-{_hash(identity)}-{secrets.token_hex(4)}.tmp"
-
-    @staticmethod
-    def is_named(name: str, identity: tuple[str, ...]) -> bool:
-        """Whether a file has a name of an identity."""
-        return name.startswith(f"kv-{_hash(identity)}-")
-
     def tokens(self, name: str) -> Tokens:
         """What the engine saved under a name.
 
         Raises:
             UnavailableError: it cannot be read, or has no token ids.
         """
-        return _tokens(self.folder / name)
+        return slotfile.read_file(self.folder / name)
 
     def rename(self, name: str, identity: tuple[str, ...]) -> str:
         """What the engine saved is of another identity; returns its new temporary name.
@@ -243,7 +150,7 @@ class Store:
         Raises:
             StoreError: the disk refuses.
         """
-        new = self.temporary(identity)
+        new = temporary_name(identity)
         try:
             (self.folder / name).rename(self.folder / new)
         except OSError as error:
@@ -264,7 +171,7 @@ class Store:
                 disk refuses only what makes the rename of the sidecar last, the new one does, and the log
                 tells: after a crash it may be the old one, whose file is gone, and then there is none.
         """
-        temporary, final = self.folder / draft.file, draft.file.removesuffix(".tmp") + ".bin"
+        temporary, final = self.folder / draft.file, final_name(draft.file)
         try:
             self._on_step("inspect")
             size = temporary.stat().st_size
@@ -272,7 +179,7 @@ class Store:
                 raise StoreError(f"the engine saved {size} bytes and said {draft.file_bytes}")
             if (version := slotfile.read_version(temporary)) != slotfile.STATE_VERSION:
                 raise StoreError(f"a slot file of version {version}, not {slotfile.STATE_VERSION}")
-            tokens = _tokens(temporary)
+            tokens = slotfile.read_file(temporary)
             if len(tokens) != len(draft.tokens):
                 raise StoreError(f"the engine saved {len(tokens)} tokens and said {len(draft.tokens)}")
             self._on_step("digest")
@@ -326,7 +233,7 @@ class Store:
 
     def discard(self, name: str) -> None:
         """Delete what the engine saved and nobody wants, or reads any more."""
-        if _OURS.match(name):
+        if is_ours(name):
             self._remove(name)
 
     # -- use and end -------------------------------------------------------------------------------------
@@ -335,13 +242,13 @@ class Store:
         """What is wrong with a state's file, by its size, tokens and digest; None if nothing is.
 
         Raises:
-            StoreError: it cannot be read now, which says nothing of what it is (rule 3).
+            StoreError: it cannot be read now, which says nothing of what it is (rule 2).
         """
         try:
-            return _wrong(self.folder / state.file, state)
+            return what_is_wrong(self.folder / state.file, state)
         except (OSError, UnavailableError) as error:
             reason = str(error.strerror) if isinstance(error, OSError) else error.message
-            if _is_wrong(error):
+            if tells(error):
                 return reason
             raise StoreError(f"{state.file}: {reason}") from None
 
@@ -390,55 +297,6 @@ class Store:
         for name in names:
             with suppress(OSError):
                 (self.folder / name).unlink()
-
-
-def sidecar_name(state: SavedState) -> str:
-    """File name of a state's sidecar: the same for all that take each other's place."""
-    return f"kv-{_hash(state.identity)}.json"
-
-
-def digest_of(file: Path) -> str:
-    """xxh3 of a whole file: against damage, at the speed of the disk.
-
-    Raises:
-        OSError: it cannot be read.
-    """
-    state = xxh3_128()
-    with file.open("rb") as data:
-        while chunk := data.read(_CHUNK):
-            state.update(chunk)
-            progress()
-    return state.hexdigest()
-
-
-def _is_wrong(error: Exception) -> bool:
-    """Whether an error tells that a state is not what it should be, or only that nobody could look."""
-    if isinstance(error, OSError):
-        return isinstance(error, FileNotFoundError)
-    return not isinstance(error, slotfile.UnreadableError)
-
-
-def _stem(name: str) -> str:
-    """What the names of all files of one identity begin with."""
-    return name[: len("kv-") + 32]
-
-
-def _wrong(file: Path, state: SavedState) -> str | None:
-    if file.stat().st_size != state.file_bytes:
-        return "it is not as long as it was saved"
-    if slotfile.read_version(file) != slotfile.STATE_VERSION:
-        return "it has another version"
-    if _tokens(file) != state.tokens:
-        return "it holds other tokens"
-    return None if digest_of(file) == state.file_digest else "its digest is wrong"
-
-
-def _hash(identity: tuple[str, ...]) -> str:
-    return sha256(canonical(list(identity))).hexdigest()[:32]
-
-
-def _tokens(file: Path) -> Tokens:
-    return slotfile.read_file(file)
 
 
 def _sync(path: Path) -> None:

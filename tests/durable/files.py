@@ -10,6 +10,7 @@ from fake_stock import slot_file
 
 from polykv_proxy.core.catalogue import Kind, SavedState
 from polykv_proxy.core.types import Scope, as_tokens
+from polykv_proxy.durable.names import temporary_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -83,6 +84,6 @@ def engine_saves(folder: Path, name: str, tokens: Iterable[int], kv: bytes = b"k
 
 def saved(store: Store, draft: SavedState, *, kv: bytes = b"kv" * 50) -> SavedState:
     """A state whose file is there and counts."""
-    name = store.temporary(draft.identity)
+    name = temporary_name(draft.identity)
     size = engine_saves(store.folder, name, draft.tokens, kv)
     return store.commit(replace(draft, file=name, file_bytes=size), used_ts=100.0)

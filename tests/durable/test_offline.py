@@ -8,7 +8,8 @@ import pytest
 from durable.files import saved, state
 from polykv_proxy.core.catalogue import Retention
 from polykv_proxy.durable import offline
-from polykv_proxy.durable.store import TOMBSTONES, Store
+from polykv_proxy.durable.names import TOMBSTONES
+from polykv_proxy.durable.store import Store
 from polykv_proxy.engine.filelock import try_lock
 from polykv_proxy.errors import ConflictError, UnavailableError
 

@@ -10,7 +10,9 @@ import pytest
 from durable.files import engine_saves, saved, state
 from polykv_proxy.core.catalogue import Catalogue, Kind, Reason, Tombstone
 from polykv_proxy.core.types import Scope, as_tokens
-from polykv_proxy.durable.store import COMMIT_STEP, STEPS, TOMBSTONES, Scan, Store, StoreError, sidecar_name
+from polykv_proxy.durable.found import Scan
+from polykv_proxy.durable.names import TOMBSTONES, sidecar_name, temporary_name
+from polykv_proxy.durable.store import COMMIT_STEP, STEPS, Store, StoreError
 
 OLD, NEW = list(range(50)), list(range(80))
 
@@ -125,7 +127,7 @@ def test_what_nobody_waits_for_goes(tmp_path):
     """Slot files only, of ours, and old ones."""
     store = Store(tmp_path)
     one = saved(store, state(OLD))
-    late, young, known = (store.temporary(("x",)) for _ in range(3))
+    late, young, known = (temporary_name(("x",)) for _ in range(3))
     for name in (late, young, known, "mine.tmp"):
         (tmp_path / name).write_bytes(b"x")
         os.utime(tmp_path / name, (50.0, 50.0))
@@ -156,7 +158,7 @@ def test_being_written_is_no_use(tmp_path):
 def test_what_the_engine_did_not_say_is_not_committed(tmp_path, change, says):
     """Size and count have to agree; the file goes."""
     store, draft = Store(tmp_path), state(OLD)
-    name = store.temporary(draft.identity)
+    name = temporary_name(draft.identity)
     size = engine_saves(tmp_path, name, OLD)
     with pytest.raises(StoreError, match=says):
         store.commit(
@@ -172,7 +174,7 @@ def test_another_slot_file_version_is_not_committed(tmp_path):
     """Nor is what is no slot file."""
     store, draft = Store(tmp_path), state(OLD)
     for at in (0, 4):
-        name = store.temporary(draft.identity)
+        name = temporary_name(draft.identity)
         size = engine_saves(tmp_path, name, OLD)
         raw = bytearray((tmp_path / name).read_bytes())
         raw[at] ^= 1

@@ -6,6 +6,7 @@ from durable.files import engine_saves
 from durable.test_shelf import Bench
 from polykv_proxy.core.catalogue import Kind, Reason, Retention
 from polykv_proxy.core.types import Scope
+from polykv_proxy.durable.names import temporary_name
 from polykv_proxy.durable.saves import Label
 from polykv_proxy.durable.sweeps import LITTER_S, SWEEP_S
 from polykv_proxy.engine.wire import SlotFile
@@ -40,7 +41,7 @@ async def test_what_the_engine_wrote_for_nobody_goes_and_is_counted(tmp_path):
     """A call that was given up before it was done; not what is on its way, known, or being read."""
     bench = Bench(tmp_path, max_idle_s=1e12)
     entry, gone = await bench.save(range(100), "a"), await bench.save(range(100), "b")
-    late = bench.shelf.store.temporary(("session", "late"))
+    late = temporary_name(("session", "late"))
     engine_saves(tmp_path, late, range(70))
 
     async def write(name):
