@@ -66,7 +66,7 @@ class Disk:
         on_change: told when it is stuck, and when it is not any more.
     """
 
-    def __init__(self, patience_s: float, on_change: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, patience_s: float = PATIENCE_S, on_change: Callable[[], None] = lambda: None) -> None:
         self._patience_s = patience_s
         self._on_change = on_change
         self._overdue: set[_Work] = set()

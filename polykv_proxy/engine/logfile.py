@@ -1,15 +1,17 @@
-"""The engine's log file: rotation before a start, and the sentence in it that says why a start failed."""
+"""The engine's log file: rotation, and the sentence in it that says why a start failed."""
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 ROTATE_BYTES = 16 * 1024 * 1024
-"""A log that has grown beyond this is put aside when its engine starts the next time."""
+"""A log that has grown beyond this is put aside."""
 KEEP = 3
 """Old logs kept, ``.1`` the newest."""
 
@@ -25,18 +27,36 @@ _PLAIN_ERROR = re.compile(r"^error\b", re.IGNORECASE)
 _SAYS_NOTHING = re.compile(r"^(?:exiting due to|failed to load model$|cleaning up)")
 
 
-def rotate(file: Path) -> None:
-    """Put a large log aside; the oldest beyond ``KEEP`` is dropped."""
+def rotate(file: Path, *, in_use: bool = False) -> None:
+    """Put a large log aside; the oldest beyond ``KEEP`` is dropped.
+
+    Args:
+        file: the log.
+        in_use: whether an engine writes it, which keeps the file it was given, for appending: it is copied
+            and emptied then. What is written in between is lost.
+
+    Raises:
+        OSError: it cannot be, and is as it was.
+    """
     try:
         if file.stat().st_size < ROTATE_BYTES:
             return
     except FileNotFoundError:
         return
+    aside = file
+    if in_use:
+        aside = file.with_name(f"{file.name}.0")
+        try:
+            shutil.copyfile(file, aside)
+            os.truncate(file, 0)
+        except OSError:
+            aside.unlink(missing_ok=True)
+            raise
     for age in range(KEEP - 1, 0, -1):
         older = file.with_name(f"{file.name}.{age}")
         if older.exists():
             older.replace(file.with_name(f"{file.name}.{age + 1}"))
-    file.replace(file.with_name(f"{file.name}.1"))
+    aside.replace(file.with_name(f"{file.name}.1"))
 
 
 def failure_reason(file: Path, offset: int, *, was_ready: bool) -> str | None:
@@ -52,6 +72,8 @@ def failure_reason(file: Path, offset: int, *, was_ready: bool) -> str | None:
     try:
         with file.open("rb") as log:
             end = log.seek(0, 2)
+            if end < offset:
+                offset = 0  # it was emptied meanwhile
             log.seek(max(offset, end - _TAIL_BYTES))
             lines = log.read().decode("utf-8", errors="replace").splitlines()
     except OSError:

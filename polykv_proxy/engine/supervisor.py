@@ -24,15 +24,19 @@ import os
 import signal
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
+
+import structlog
 
 from polykv_proxy.engine import logfile
 from polykv_proxy.engine.address import EngineAddress
+from polykv_proxy.engine.disk import Disk
 from polykv_proxy.engine.filelock import try_lock
 from polykv_proxy.engine.health import open_session, probe
 from polykv_proxy.engine.record import EngineRecord, stop_recorded
 from polykv_proxy.engine.state import EngineState, EngineStatus
-from polykv_proxy.errors import ConfigError
+from polykv_proxy.errors import ConfigError, UnavailableError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,11 +46,16 @@ if TYPE_CHECKING:
 
     from polykv_proxy.engine.launch import EngineSpec
 
+log = structlog.get_logger(__name__)
+
 _FIRST_POLL_S = 0.05
 _LAST_POLL_S = 0.5
 
 _UNREACHABLE_LOOKS = 3
 """Looks in a row that were refused, its socket gone perhaps, after which a ready engine is ended."""
+
+_LOG_LOOK_S = 10.0
+"""Between two looks at the size of a running engine's log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +109,7 @@ class Supervisor:
         self._record_file = spec.state_dir / f"engine-{spec.index}.json"
         self._alive_file = spec.state_dir / f"engine-{spec.index}.alive"
         self._log_file = spec.log_dir / f"engine-{spec.index}.log"
+        self._disk = Disk()
         self._claims: list[int] = []
         self._running = False
         self._stop_asked = asyncio.Event()
@@ -198,9 +208,10 @@ class Supervisor:
             async with asyncio.TaskGroup() as tasks:
                 health = tasks.create_task(self._look_after(child))
                 asked = tasks.create_task(self._end_when_asked(child))
+                trimming = tasks.create_task(self._keep_log_short())
                 code = await child.wait()
-                health.cancel()
-                asked.cancel()
+                for task in (health, asked, trimming):
+                    task.cancel()
         finally:
             # only a cancelled run() comes here with the engine still running
             await child.end(self._stop_deadline_s)
@@ -283,6 +294,20 @@ class Supervisor:
             if hung or refused >= _UNREACHABLE_LOOKS:
                 self._complaint = f"not answering for {silent_s:.0f} s: {seen.reason}"
                 return
+
+    async def _keep_log_short(self) -> None:
+        """A run may last for months, and the engine writes some lines for each request."""
+        told = ""
+        while True:
+            await asyncio.sleep(_LOG_LOOK_S)
+            try:
+                await self._disk.run(partial(logfile.rotate, self._log_file, in_use=True))
+                reason = ""
+            except (OSError, UnavailableError) as error:
+                reason = str(error)
+            if reason and reason != told:
+                log.warning("engine_log_not_rotated", file=str(self._log_file), reason=reason)
+            told = reason
 
     async def _end_when_asked(self, child: _Child) -> None:
         await self._stop_asked.wait()

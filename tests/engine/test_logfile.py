@@ -86,6 +86,38 @@ def test_large_log_is_put_aside_and_the_oldest_dropped(log, monkeypatch):
     }
 
 
+def test_a_log_that_is_written_is_emptied_in_place(log, monkeypatch):
+    """Its writer goes on in the file that it has, at its beginning; reasons are found there."""
+    monkeypatch.setattr(logfile, "ROTATE_BYTES", 40)
+    file = log("")
+    with file.open("ab", buffering=0) as writer:
+        writer.write(b"of the first hour, and quite a lot of it\n")
+        offset = file.stat().st_size
+        rotate(file, in_use=True)
+        writer.write(b"error: new\n")
+        rotate(file, in_use=True)  # it is short
+    assert {each.name: each.read_text() for each in file.parent.iterdir()} == {
+        "engine-0.log": "error: new\n",
+        "engine-0.log.1": "of the first hour, and quite a lot of it\n",
+    }
+    assert failure_reason(file, offset, was_ready=False) == "error: new"
+
+
+def test_a_log_that_cannot_be_copied_is_left(log, monkeypatch):
+    """A full disk: nothing is lost, nothing is left over."""
+    monkeypatch.setattr(logfile, "ROTATE_BYTES", 1)
+    file = log("all of it")
+
+    def full(source, target):
+        target.write_text("all")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(logfile.shutil, "copyfile", full)
+    with pytest.raises(OSError, match="No space left"):
+        rotate(file, in_use=True)
+    assert {each.name: each.read_text() for each in file.parent.iterdir()} == {"engine-0.log": "all of it"}
+
+
 def test_small_or_missing_log_is_left(log, tmp_path):
     """A restart appends."""
     file = log("short")

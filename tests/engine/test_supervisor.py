@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from polykv_proxy.engine import health
+from polykv_proxy.engine import health, logfile
+from polykv_proxy.engine import supervisor as supervisor_module
 from polykv_proxy.engine.filelock import try_lock
 from polykv_proxy.engine.launch import EngineSpec
 from polykv_proxy.engine.record import EngineRecord
@@ -370,6 +371,27 @@ async def test_an_engine_whose_socket_is_gone_is_started_again(case):
         down = await case.log.until(EngineState.DOWN)
         assert "cannot be reached" in down.reason
         await case.log.until(EngineState.READY, count=2)
+
+
+async def test_a_running_engines_log_stays_short(case, monkeypatch):
+    """It is put aside while the engine goes on; a failure to do so hurts nobody."""
+    monkeypatch.setattr(supervisor_module, "_LOG_LOOK_S", 0.01)
+    monkeypatch.setattr(logfile, "ROTATE_BYTES", 10)
+    case.put("speak", "a line that is long enough")
+    file = case.spec.log_dir / "engine-0.log"
+    old = file.with_name("engine-0.log.1")
+    old.parent.mkdir()
+    file.with_name("engine-0.log.0").mkdir()  # in the way
+    async with case.running(), asyncio.timeout(LONG_S):
+        await case.log.until(EngineState.READY)
+        await asyncio.sleep(0.1)
+        assert not old.exists()
+        file.with_name("engine-0.log.0").rmdir()
+        while not old.exists():
+            await asyncio.sleep(0.01)
+        assert case.log.all[-1].state is EngineState.READY
+    assert "long enough" in old.read_text()
+    assert len(case.lines("starts")) == 1
 
 
 async def test_an_engine_that_was_never_ready_is_hopeless_after_some_failures(case):
