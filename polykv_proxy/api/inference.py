@@ -3,7 +3,7 @@
 1. Wait for the engine if it does not serve yet.
 2. With a pool: get the prompt's exact tokens from the engine and plan how far it can ride.
 3. Wait for a slot; the engine never queues.
-4. Send the client's bytes with our pins as headers; splice the answer.
+4. Send the client's bytes with our pins as headers; deliver the answer (``delivery``).
 5. Give the slot back, whatever happened.
 """
 
@@ -15,27 +15,20 @@ from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING
 
-import msgspec
 import structlog
 
 from polykv_proxy.api import asked as asking
-from polykv_proxy.api.answer import AnswerReader, Usage
+from polykv_proxy.api.delivery import Delivery, used_up
 from polykv_proxy.api.hints import Hints
 from polykv_proxy.api.hold import Hold, done
 from polykv_proxy.api.identity import OUR_HEADER_PREFIX, without_ours
 from polykv_proxy.api.matching import Matching
-from polykv_proxy.api.overflow import STATUSES, Overflows
 from polykv_proxy.api.recall import Recall
-from polykv_proxy.api.reporting import Reporting
 from polykv_proxy.api.sizes import need_of
-from polykv_proxy.api.tail import Tail
 from polykv_proxy.api.work import Work
 from polykv_proxy.core.slots import Content
 from polykv_proxy.core.types import PoolId
-from polykv_proxy.edge.head import HOP_BY_HOP
-from polykv_proxy.edge.relay import relay, relay_into_open_stream
-from polykv_proxy.edge.splice import RelayResult
-from polykv_proxy.errors import EngineGoneError, NoRoomError, PolyKVError, SaturatedError
+from polykv_proxy.errors import PolyKVError, SaturatedError
 
 if TYPE_CHECKING:
     from polykv_proxy.api.advice import Advice
@@ -57,12 +50,6 @@ log = structlog.get_logger(__name__)
 MAX_ATTEMPTS = 3
 """Times a request is stopped for its cells until that is its answer: alone it would be, again and again."""
 
-ERROR_BODY_BYTES = 64 * 1024 * 1024
-
-
-class _ErrorBody(msgspec.Struct):
-    error: dict[str, object]
-
 
 class Inference:
     """The handler of all routes that run in a slot.
@@ -83,7 +70,7 @@ class Inference:
         self._advice = advice
         self._hints = Hints(runtime, pooling)
         self.matching = Matching(runtime, pooling, self._hints)
-        self._reporting = Reporting(runtime)
+        self._delivery = Delivery(runtime)
         self._settings = settings
         self._recall = Recall(runtime)
 
@@ -240,7 +227,7 @@ class Inference:
         leaving = None
         if work.content is Content.NEW:  # the prompt is computed: the head comes with the first token
             leaving = self._hints.leave_pool(work.lease, work.boundary, work.matched)
-        work.clean = (await self._answer(work, response)).completed
+        work.clean = await self._delivery.deliver(work, response)
         if work.clean:
             await self._hints.settle(leaving)
 
@@ -272,7 +259,7 @@ class Inference:
         self._runtime.metrics.on_overflow("cells")
         if work.exchange.responded:
             work.hold.opened = True  # the status is spent, and a stream has its last event
-        raise _used_up()
+        raise used_up()
 
     def _waited_too_long(self) -> Exception:
         if not self._runtime.plane.serving:
@@ -281,8 +268,6 @@ class Inference:
         return SaturatedError(
             f"no slot became free within {waited:g} s", code="queue_timeout", retry_after_s=5
         )
-
-    # -- the engine --------------------------------------------------------------------------------------
 
     async def _send(self, work: Work) -> UpstreamResponse:
         """Send it to its slot, in the way of its engine; returns when the answer begins."""
@@ -322,105 +307,6 @@ class Inference:
         if response.head.status != 200:
             backend.forget(lease.slots)  # nobody knows how far it came
         return response
-
-    async def _answer(self, work: Work, response: UpstreamResponse) -> RelayResult:
-        """Splice the answer to the client; what nobody writes into is only watched."""
-        assert work.lease is not None
-        work.entry.answering(response.head.status)
-        cached = None if work.plan is None else work.plan.matched
-        overflows = Overflows(self._runtime.plane.facts, cached)
-        if work.hold.opened and response.head.status != 200:
-            return await self._refused_late(work, response, overflows)
-        if response.head.status in STATUSES:
-            return await self._refused(work, response, overflows)
-        stream = response.head.event_stream
-        reader = self._reader(work, response, stream=stream)
-        tail = Tail() if response.head.status == 200 else None
-        observer = None if tail is None else tail.observe
-
-        def truncated(error: EngineGoneError) -> bytes | None:
-            told = _used_up() if work.clock is not None and work.clock.expired() else error
-            return work.family.error_event(told.members) if work.family.pooled else None
-
-        if work.hold.opened:
-            result = await relay_into_open_stream(
-                work.exchange,
-                response,
-                transform=reader,
-                observer=observer,
-                on_truncated=truncated,
-                mend=overflows.in_events,
-            )
-        else:
-            result = await relay(
-                work.exchange,
-                response,
-                add_headers=self._reporting.headers(work),
-                transform=reader,
-                observer=observer,
-                on_truncated=truncated,
-                mend=overflows.in_events,
-            )
-        usage = Usage()
-        if tail is not None and result.completed:
-            usage = tail.usage(stream=stream)
-            work.entry.began(tail.beginning())
-        self._reporting.account(work, usage, result, ttft=tail is not None and work.asked.stream)
-        self._reporting.count(work, overflows)
-        whole = result.completed and result.error is None and usage.generated_tokens is not None
-        if whole and work.content is Content.NEW and work.asked.cache and overflows.seen is None:
-            self._runtime.saver.on_delivered(work.lease, work.asked.body)
-        await self._runtime.saver.on_answer(work.lease, usage.cached_tokens)
-        return result
-
-    async def _refused(self, work: Work, response: UpstreamResponse, overflows: Overflows) -> RelayResult:
-        """The engine refuses a request: in its own words, but for an overflow, which has one type for all."""
-        status, body = overflows.in_body(response.head.status, await response.read(ERROR_BODY_BYTES))
-        hidden = HOP_BY_HOP | response.head.connection_named() | {b"content-length"}
-        headers = [field for field in response.head.headers if field[0].lower() not in hidden]
-        result = RelayResult(bytes=len(body), completed=True, first_byte_at=monotonic())
-        await work.exchange.respond(status, [*headers, *self._reporting.headers(work)], body)
-        self._reporting.account(work, Usage(), result)
-        self._reporting.count(work, overflows)
-        return result
-
-    async def _refused_late(
-        self, work: Work, response: UpstreamResponse, overflows: Overflows
-    ) -> RelayResult:
-        """The engine refuses a request whose stream is open already: its error becomes the last event."""
-        body = await response.read(ERROR_BODY_BYTES)
-        try:
-            members = msgspec.json.decode(body, type=_ErrorBody).error
-        except msgspec.DecodeError:
-            members = {}
-        stand_in = {
-            "message": f"the engine answered with status {response.head.status}",
-            "type": "server_error",
-        }
-        await work.hold.fail_with(overflows.in_error(stand_in | members))
-        self._reporting.count(work, overflows)
-        return RelayResult(completed=True)
-
-    def _reader(self, work: Work, response: UpstreamResponse, *, stream: bool) -> AnswerReader | None:
-        """Somebody to put our block into the answer, where it is to carry one."""
-        asked = work.asked
-        if response.head.status != 200 or not (asked.ours and asked.report):
-            return None
-        return AnswerReader(
-            work.family,
-            stream=stream,
-            include_usage=asked.include_usage,
-            completions=asked.completions,
-            block=lambda usage: self._reporting.block(work, usage),
-        )
-
-
-def _used_up() -> NoRoomError:
-    return NoRoomError(
-        "the KV cells of the engine are used up; this answer was the last to begin",
-        required_tokens=None,
-        ctx_size=None,
-    )
 
 
 def _not_ours(names: frozenset[bytes]) -> frozenset[bytes]:

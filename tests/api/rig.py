@@ -47,6 +47,9 @@ if TYPE_CHECKING:
 LIVENESS_S = 20.0
 """Generous: a test that waits this long hangs."""
 
+PATIENT = {"hold_grace_s": 0.02, "keepalive_s": 0.01}
+"""Streams open soon and then wait."""
+
 CHAT = "/v1/chat/completions"
 SYSTEM = "You are a helper with a long system prompt. " * 4
 
@@ -65,6 +68,15 @@ async def held_open(answer: aiohttp.ClientResponse) -> bytes:
         while seen.count(b":\n\n") < 3:
             seen += await answer.content.readany()
     return seen
+
+
+async def occupied(proxies: Any, **queue: Any) -> tuple[Rig, asyncio.Task[Answer]]:
+    """A proxy whose only slot is at work, and the request that runs there."""
+    rig = await proxies(slots=1, queue=queue)
+    rig.engine.gate.clear()
+    running = rig.start(CHAT, chat("running"))
+    await until(lambda: rig.engine.running == 1)
+    return rig, running
 
 
 def attached(engine: FakePolykv, **more: Any) -> Settings:

@@ -4,32 +4,14 @@ import asyncio
 import json
 
 import pytest
-from fake_engine import Script
 
-from api.rig import CHAT, SYSTEM, chat, held_open, until
+from api.bodies import APIS
+from api.rig import CHAT, PATIENT, chat, held_open, occupied, until
 from polykv_proxy.core.decisions import StopRunning
 from polykv_proxy.core.types import SlotId
 
-APIS = {
-    "/completion": {"prompt": "x"},
-    "/v1/completions": {"prompt": "x"},
-    CHAT: chat("hi"),
-    "/v1/responses": {"input": "hi"},
-    "/v1/messages": {"system": SYSTEM, "messages": [{"role": "user", "content": "hi"}]},
-}
-PATIENT = {"hold_grace_s": 0.02, "keepalive_s": 0.01}
-"""Streams open soon and then wait."""
 HASTY = {"hold_grace_s": 30.0, "max_wait_s": 0.05}
 """Refusals come before a stream opens."""
-
-
-async def occupied(proxies, **queue):
-    """A proxy whose only slot is at work, and the request that runs there."""
-    rig = await proxies(slots=1, queue=queue)
-    rig.engine.gate.clear()
-    running = rig.start(CHAT, chat("running"))
-    await until(lambda: rig.engine.running == 1)
-    return rig, running
 
 
 # -- streams that wait ------------------------------------------------------------------------------------
@@ -69,44 +51,6 @@ async def test_a_stream_that_waited_too_long_ends_with_an_error_event(proxies, p
     rig.engine.gate.set()
     await running
     await rig.quiet()
-
-
-@pytest.mark.parametrize("path", APIS)
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        ({"error": {"message": "no such thing", "code": 400}}, "no such thing"),
-        ({"error": "odd"}, "the engine answered with status 400"),
-        ({"error": {"code": 1}}, "the engine answered with status 400"),
-        ([], "the engine answered with status 400"),
-    ],
-)
-async def test_an_engine_that_refuses_late_ends_the_stream_with_its_error(proxies, path, body, message):
-    """Its own words where there are any; the slot is free again."""
-    rig, running = await occupied(proxies, **PATIENT)
-    async with rig.open(path, APIS[path] | {"stream": True}) as answer:
-        await held_open(answer)
-        rig.engine.script = Script(fault="error", status=400, error_body=body)
-        rig.engine.gate.set()
-        rest = await answer.content.read()
-    document = json.loads(rest[rest.index(b"{") :])
-    assert document["error"]["message"] == message
-    await running
-    await rig.quiet()
-
-
-async def test_an_engine_that_dies_under_a_held_stream_ends_it_with_an_error(proxies):
-    """Before its head and in the middle: never a stream that merely stops."""
-    for fault in ("die_before_head", "die_mid_stream"):
-        rig, running = await occupied(proxies, **PATIENT)
-        async with rig.open(CHAT, chat("hi", stream=True)) as answer:
-            await held_open(answer)
-            rig.engine.script = Script(fault=fault)
-            rig.engine.gate.set()
-            rest = await answer.content.read()
-        assert b'"code":"engine_gone"' in rest.split(b"\n\n")[-2]
-        await running
-        await rig.quiet()
 
 
 async def test_a_client_that_leaves_a_held_stream_leaves_the_queue(proxies):

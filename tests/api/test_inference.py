@@ -25,16 +25,6 @@ async def test_a_request_without_our_members_keeps_its_bytes(rig, path, stream):
     assert "x-pool-id" not in answer.headers
 
 
-async def test_an_engines_refusal_passes_untouched(rig):
-    """Status and body are the engine's."""
-    rig.engine.script = Script(
-        fault="error", status=400, error_body={"error": {"message": "no", "code": 400}}
-    )
-    answer = await rig.ask(CHAT, chat("hi"))
-    assert (answer.status, answer.json) == (400, {"error": {"message": "no", "code": 400}})
-    await rig.quiet()
-
-
 async def test_other_kinds_of_work_run_in_a_slot_too(rig):
     """Infill gets a slot and no session; its bytes stay."""
     answer = await rig.ask("/infill", {"input_prefix": "a"})
@@ -182,18 +172,6 @@ async def test_an_engine_that_dies_before_the_head_is_a_503(rig):
     answer = await rig.ask(CHAT, chat("a"))
     assert (answer.status, answer.error["code"]) == (503, "engine_gone")
     assert "Retry-After" in answer.headers
-    await rig.quiet()
-
-
-@pytest.mark.parametrize("path", APIS)
-async def test_an_engine_that_dies_mid_stream_ends_it_with_an_error_event(rig, path):
-    """In the form of each API, behind complete events."""
-    rig.engine.script = Script(fault="die_mid_stream")
-    answer = await rig.ask(path, APIS[path] | {"stream": True, "session_id": "me"})
-    assert answer.status == 200
-    name, event = answer.events[-1]
-    assert event["error"]["code"] == "engine_gone"
-    assert name == ("error" if path in ("/v1/messages", "/v1/responses") else None)
     await rig.quiet()
 
 

@@ -93,16 +93,6 @@ async def test_a_request_that_is_too_long_is_told_so(rig):
     assert answer.error["opencoti"]["ctx_kind"] == "cells"
 
 
-async def test_a_refusal_keeps_its_words_and_its_fields(rig):
-    """Only what says that there is no more room is changed."""
-    body = {"error": {"code": 400, "message": "no such sampler", "type": "invalid_request_error"}}
-    rig.engine.script = Script(fault="error", status=400, error_body=body, headers={"X-Engine": "kept"})
-    answer = await rig.ask(CHAT, chat("hi"))
-    assert (answer.status, answer.json) == (400, body)
-    assert answer.headers["X-Engine"] == "kept"
-    assert answer.headers.getall("Content-Length") == [str(len(answer.body))]
-
-
 @pytest.mark.parametrize("ours", [{}, {"session_id": "s"}])
 async def test_a_stream_that_hits_the_wall_ends_with_the_typed_error(rig, ours):
     """Spliced or with a block of ours; nothing before it is touched."""

@@ -3,21 +3,18 @@
 import asyncio
 
 import pytest
-from api.rig import CHAT, chat, held_open, until
+from api.rig import CHAT, PATIENT, chat, held_open, until
 
 from durable.test_sessions import keys, turn
 from polykv_proxy.core.cells import need_of_pool
 from polykv_proxy.core.slots import Ask, Content
 from polykv_proxy.core.types import Scope, SlotId
 
-SOON = {"hold_grace_s": 0.02, "keepalive_s": 0.01}
-"""Streams open soon and then wait."""
-
 
 @pytest.mark.parametrize("why", ["save", "restore", "erase", "read"])
 async def test_a_stream_that_waits_for_kv_is_kept_alive(proxies, why):
     """Another's is saved from its slot, its own comes back, its slot is being emptied."""
-    rig = await proxies(queue=SOON)
+    rig = await proxies(queue=PATIENT)
     await turn(rig, "a", "y" * 300)
     emptying = None
     if why in ("restore", "read"):
