@@ -173,6 +173,14 @@ class UnavailableError(PolyKVError):
         self.retry_after_s = max(1, retry_after_s)
         self.should_retry: bool | None = None
 
+    @property
+    def headers(self) -> dict[str, str]:
+        """What an answer says beside its body."""
+        told = {"Retry-After": str(self.retry_after_s)}
+        if self.should_retry is not None:
+            told["x-should-retry"] = "true" if self.should_retry else "false"
+        return told
+
 
 class SaturatedError(UnavailableError):
     """Nothing is broken, but there is no room: the queue is full, or waiting took too long."""

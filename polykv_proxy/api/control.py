@@ -3,63 +3,27 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-import msgspec
 from aiohttp import web
 
 from polykv_proxy.api import views
+from polykv_proxy.api.envelope import Envelope
 from polykv_proxy.api.identity import scope_of_keys
+from polykv_proxy.api.prefixes import ForkRequest, PoolRequest, capped, prefix_of, read_wanted
 from polykv_proxy.api.reply import flag, json_reply
 from polykv_proxy.api.sessions import SessionsApi
-from polykv_proxy.core.types import PoolId, Scope, SessionId, as_tokens, common_prefix, text_prefix
-from polykv_proxy.errors import (
-    BadRequestError,
-    NotFoundError,
-    PolyKVError,
-    PrefixMismatchError,
-    UnavailableError,
-)
+from polykv_proxy.core.types import PoolId, Scope, SessionId, common_prefix
+from polykv_proxy.errors import BadRequestError, NotFoundError, PolyKVError, PrefixMismatchError
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable
+    from collections.abc import Iterable
 
     from polykv_proxy.api.guard import Guard
     from polykv_proxy.core.pools import PrefixPool
     from polykv_proxy.core.types import Tokens
     from polykv_proxy.engine.patched import Materialized
     from polykv_proxy.fleet import Engine, Fleet
-
-R = TypeVar("R", bound="PoolRequest")
-
-MIN_POOL_TOKENS = 32
-"""Below this there is nothing worth sharing."""
-
-_CHAT_COUNT = "/v1/chat/completions/input_tokens"
-_PROBES = ("Aardvark", "zebra 7")
-"""Two texts without a common start: whatever two renderings agree on comes before them."""
-
-
-class PoolRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """Body of ``POST /polykv/pools``."""
-
-    tokens: list[int] | None = None
-    prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
-    tools: list[Any] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    from_session: str | None = None
-    n_tokens: int | None = None
-    engine: str | None = None
-    pin: bool = False
-    ttl_s: float | None = None
-    label: str | None = None
-
-
-class ForkRequest(PoolRequest, forbid_unknown_fields=True):
-    """Body of ``POST /polykv/pools/{id}/fork``: the child's full prefix, and optionally where it branches."""
-
-    branch_pos: int | None = None
 
 
 class ControlApi:
@@ -80,7 +44,7 @@ class ControlApi:
 
     def application(self, max_body_bytes: int, further: Iterable[web.RouteDef] = ()) -> web.Application:
         """The routes, and those of others, behind the guard and the error envelope."""
-        app = web.Application(middlewares=[self._envelope], client_max_size=max_body_bytes)
+        app = web.Application(middlewares=[Envelope(self._guard).around], client_max_size=max_body_bytes)
         app.router.add_get("/polykv/pools", self.list_pools)
         app.router.add_post("/polykv/pools", self.create_pool)
         app.router.add_get("/polykv/pools/{pool_id}", self.show_pool)
@@ -96,40 +60,19 @@ class ControlApi:
         app.router.add_routes(further)
         return app
 
-    @web.middleware
-    async def _envelope(
-        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-    ) -> web.StreamResponse:
-        try:
-            self._guard.check(request.method, request.headers)
-            return await handler(request)
-        except PolyKVError as error:
-            return _error(error)
-        except web.RequestPayloadError as error:  # a content coding that it does not have
-            return _error(BadRequestError(f"the body cannot be read: {error}"))
-        except web.HTTPException as error:
-            if error.status < 400:
-                raise
-            code = {404: "route_not_found", 405: "method_not_allowed", 413: "body_too_large"}.get(
-                error.status
-            )
-            answer = PolyKVError(f"{request.method} {request.path}: {error.reason}", code=code)
-            answer.status, answer.type = error.status, "invalid_request_error"
-            return _error(answer)
-
     # -- pools -------------------------------------------------------------------------------------------
 
     async def create_pool(self, request: web.Request) -> web.Response:
         """``POST /polykv/pools``: 201 with a new pool, 200 with the one that holds this content already."""
         await self._fleet.wait_until_serving(self._hold_s)
         self._fleet.require_pools()
-        wanted = await _read(request, PoolRequest)
+        wanted = await read_wanted(request, PoolRequest)
         if wanted.from_session is not None:
             engine = self._fleet.of_session(SessionId(wanted.from_session), self.sees(request))
             return await self._create_from_session(request, wanted, engine)
         engine = self._fleet.with_pools(wanted.engine)
-        tokens, full = await self._prefix(wanted, engine)
-        tokens, scope = _capped(tokens, wanted), self._scope(request)
+        tokens, full = await prefix_of(wanted, engine)
+        tokens, scope = capped(tokens, wanted), self._scope(request)
         # where this content is already, it stays
         known = self._fleet.find_pool(engine.plane.pools.id_of(tokens, scope), scope)
         engine = engine if known is None else known[0]
@@ -141,14 +84,14 @@ class ControlApi:
     async def fork_pool(self, request: web.Request) -> web.Response:
         """``POST /polykv/pools/{id}/fork``: a child whose first D tokens are the parent's cells."""
         engine, parent = self._pool(request)
-        wanted = await _read(request, ForkRequest)
+        wanted = await read_wanted(request, ForkRequest)
         if wanted.engine not in (None, engine.name):
             raise BadRequestError(f"a child lives with its parent, on {engine.name}", param="engine")
         if wanted.from_session is not None:
             parent = await engine.pooling.ensure_resident(parent)
             return await self._create_from_session(request, wanted, engine, parent)
-        tokens, full = await self._prefix(wanted, engine)
-        tokens = _capped(tokens, wanted)
+        tokens, full = await prefix_of(wanted, engine)
+        tokens = capped(tokens, wanted)
         try:
             branch_pos = engine.plane.pools.branch_point(parent, tokens, wanted.branch_pos)
         except PrefixMismatchError as error:
@@ -218,74 +161,6 @@ class ControlApi:
             if shared == 0:
                 answer["warning"] = "a chat rendered against this pool shares nothing with it"
         return json_reply(answer, status=201 if created else 200)
-
-    async def _prefix(self, wanted: PoolRequest, engine: Engine) -> tuple[Tokens, Tokens | None]:
-        """The tokens of a pool, and those of a probe chat rendered against it (for ``messages``)."""
-        given = [name for name in ("tokens", "prompt", "messages") if getattr(wanted, name) is not None]
-        if len(given) != 1:
-            raise BadRequestError(
-                "give exactly one of tokens, prompt, messages and from_session",
-                param=(given or ["tokens"])[0],
-            )
-        if wanted.messages is not None:
-            return await self._poolable_prefix(wanted, engine)
-        if wanted.prompt is not None:
-            if not wanted.prompt:
-                raise BadRequestError("prompt must not be empty", param="prompt")
-            return await engine.runtime.client.tokenize(wanted.prompt), None
-        assert wanted.tokens is not None
-        if not wanted.tokens or min(wanted.tokens) < 0:
-            raise BadRequestError("tokens must be token ids, at least one", param="tokens")
-        try:
-            return as_tokens(wanted.tokens), None
-        except OverflowError:
-            raise BadRequestError("tokens must be token ids", param="tokens") from None
-
-    async def _poolable_prefix(self, wanted: PoolRequest, engine: Engine) -> tuple[Tokens, Tokens]:
-        """What chats that begin with these messages have in common, found by rendering two of them.
-
-        A system block is not always a prefix by itself: templates put tools into the first user turn, or
-        look at the last message. Two complete renderings with different last messages tell the truth.
-        """
-        assert wanted.messages is not None
-        if not wanted.messages:
-            raise BadRequestError("messages must not be empty", param="messages")
-
-        def ending(text: str) -> list[dict[str, Any]]:
-            if wanted.messages and wanted.messages[-1].get("role") in ("user", "tool"):
-                # two user turns in a row are an error in some templates; an assistant's at the end would
-                # be taken for an answer to go on with
-                return [{"role": "assistant", "content": text}, {"role": "user", "content": "Go on."}]
-            return [{"role": "user", "content": text}]
-
-        one, other = [await self._render(wanted, ending(text), engine) for text in _PROBES]
-        shared = min(common_prefix(one, other), text_prefix(one))
-        if shared < MIN_POOL_TOKENS:
-            raise BadRequestError(
-                f"these messages have {shared} tokens to share; a pool needs {MIN_POOL_TOKENS}",
-                code="prefix_too_short",
-                param="messages",
-                common_tokens=shared,
-            )
-        return one[:shared], one
-
-    @staticmethod
-    async def _render(wanted: PoolRequest, ending: list[dict[str, Any]], engine: Engine) -> Tokens:
-        messages = [*(wanted.messages or []), *ending]
-        chat: dict[str, Any] = {"messages": messages, "add_generation_prompt": False}
-        if wanted.tools is not None:
-            chat["tools"] = wanted.tools
-        if wanted.chat_template_kwargs is not None:
-            chat["chat_template_kwargs"] = wanted.chat_template_kwargs
-        try:
-            tokens = await engine.runtime.backend.prompt_tokens(_CHAT_COUNT, msgspec.json.encode(chat))
-        except UnavailableError as error:
-            if error.code != "engine_failed":
-                raise
-            # a template that cannot be filled with it, say: the engine takes that for a failure of its own
-            raise BadRequestError(error.message, code="engine_refused") from None
-        assert tokens is not None, "every engine with pools renders chats"
-        return tokens
 
     async def list_pools(self, request: web.Request) -> web.Response:
         """``GET /polykv/pools``: pools, with ``?orphans=1`` orphaned pins, and where all used cells are."""
@@ -360,9 +235,9 @@ class ControlApi:
 
     async def tokenize(self, request: web.Request) -> web.Response:
         """``POST /polykv/tokenize``: exact ids of a prompt, or the poolable prefix of messages."""
-        wanted = await _read(request, PoolRequest)
+        wanted = await read_wanted(request, PoolRequest)
         engine = self._fleet.with_pools(wanted.engine)
-        tokens, full = await self._prefix(wanted, engine)
+        tokens, full = await prefix_of(wanted, engine)
         pool_id = engine.plane.pools.id_of(tokens, self._scope(request))
         return json_reply(
             {
@@ -388,34 +263,3 @@ class ControlApi:
 
     def _pool(self, request: web.Request) -> tuple[Engine, PrefixPool]:
         return self._fleet.need_pool(PoolId(request.match_info["pool_id"]), self.sees(request))
-
-
-def _capped(tokens: Tokens, wanted: PoolRequest) -> Tokens:
-    if wanted.n_tokens is None:
-        return tokens
-    if wanted.n_tokens < 1:
-        raise BadRequestError("n_tokens must be positive", param="n_tokens")
-    return tokens[: wanted.n_tokens]
-
-
-async def _read(request: web.Request, kind: type[R]) -> R:
-    raw = await request.read()
-    try:
-        wanted = msgspec.json.decode(raw, type=kind)
-    except msgspec.ValidationError as error:
-        text, _, path = str(error).partition(" - at `$")
-        raise BadRequestError(text, param=path.strip("`.") or None) from None
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise BadRequestError(f"not valid JSON: {error}") from None
-    if wanted.ttl_s is not None and not wanted.ttl_s > 0:
-        raise BadRequestError("ttl_s must be more than 0 seconds", param="ttl_s")
-    return wanted
-
-
-def _error(error: PolyKVError) -> web.Response:
-    answer = json_reply({"error": error.members}, status=error.status)
-    if isinstance(error, UnavailableError):
-        answer.headers["Retry-After"] = str(error.retry_after_s)
-        if error.should_retry is not None:
-            answer.headers["x-should-retry"] = "true" if error.should_retry else "false"
-    return answer

@@ -269,9 +269,7 @@ class Exchange:
         """See ``respond_error``."""
         headers = [(b"Content-Type", b"application/json; charset=utf-8")]
         if isinstance(error, UnavailableError):
-            headers.append((b"Retry-After", b"%d" % error.retry_after_s))
-            if error.should_retry is not None:
-                headers.append((b"x-should-retry", b"true" if error.should_retry else b"false"))
+            headers += [(name.encode(), value.encode()) for name, value in error.headers.items()]
         self.respond_nowait(error.status, headers, self.connection.render_error(self.head, error))
 
     async def open_stream(self, status: int, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:

@@ -53,6 +53,10 @@ PATIENT = {"hold_grace_s": 0.02, "keepalive_s": 0.01}
 CHAT = "/v1/chat/completions"
 SYSTEM = "You are a helper with a long system prompt. " * 4
 
+POOL = {"messages": [{"role": "system", "content": SYSTEM}]}
+TOKENS = {"tokens": list(range(1, 41))}
+"""Pools that are asked for."""
+
 
 async def until(condition: Callable[[], object]) -> None:
     """Wait for something that happens soon."""
@@ -313,8 +317,7 @@ class Rig:
 
     async def pool(self, body: Any = None, **headers: str) -> dict[str, Any]:
         """A pool of the common system prompt, or of ``body``."""
-        wanted = body or {"messages": [{"role": "system", "content": SYSTEM}]}
-        answer = await self.ask("/polykv/pools", wanted, **headers)
+        answer = await self.ask("/polykv/pools", body or POOL, **headers)
         assert answer.status in (200, 201), answer.body
         return answer.json
 

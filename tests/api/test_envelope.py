@@ -1,0 +1,28 @@
+"""Claims about ``api.envelope``: every refusal is one of ours, and comes before anything is read."""
+
+from api.rig import POOL
+
+
+async def test_pages_of_others_drive_nothing(rig):
+    """A foreign Host or Origin, a form's content type: refused in our envelope before anything is read."""
+    assert (await rig.ask("/polykv/pools", Host="evil.example")).error["code"] == "foreign_host"
+    assert (await rig.ask("/polykv/pools", Host="[::1")).status == 403
+    assert (await rig.ask("/polykv/pools", POOL, Origin="http://evil.example")).status == 403
+    form = await rig.ask("/polykv/pools", b"{}", Content_Type="text/plain")
+    assert (form.status, form.error["code"]) == (415, "json_required")
+    assert "Content-Type: application/json" in form.error["message"]
+    assert len(rig.runtime.plane.tree) == 0
+
+
+async def test_unknown_routes_and_methods_have_the_envelope(rig):
+    """404, 405 and 413 are errors like ours."""
+    assert (await rig.ask("/polykv/nonsense")).error["code"] == "route_not_found"
+    assert (await rig.ask("/polykv/sessions", {})).error["code"] == "method_not_allowed"
+    large = await rig.ask("/polykv/pools", {"prompt": "x" * (1 << 20)})
+    assert (large.status, large.error["code"]) == (413, "body_too_large")
+
+
+async def test_a_body_in_a_coding_that_it_does_not_have_is_refused(rig):
+    """In our words, as any other that cannot be read."""
+    answer = await rig.ask("/polykv/tokenize", {"prompt": "a"}, Content_Encoding="gzip")
+    assert (answer.status, answer.json["error"]["code"]) == (400, "invalid_request")
