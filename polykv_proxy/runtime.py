@@ -8,7 +8,6 @@ decision and the state it was made on cannot drift apart. Where a step must not 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from functools import partial
 from time import monotonic
@@ -46,9 +45,10 @@ from polykv_proxy.metrics import Metrics
 from polykv_proxy.policy import PolicyFile
 from polykv_proxy.readings import Readings
 from polykv_proxy.saver import NoSaver
+from polykv_proxy.stillness import Stillness
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+    from collections.abc import Awaitable, Callable, Coroutine
     from typing import Any
 
     from polykv_proxy.core.plane import ControlPlane
@@ -130,10 +130,7 @@ class Runtime:
         """Told that a pool's file is gone. Set by the same."""
         self.saver: Saver = NoSaver()
         """Keeps KV on disk, if somebody does."""
-        self._emptied = asyncio.Event()
-        """Set, then cleared, whenever something was taken back."""
-        self._still: dict[SlotId, asyncio.Future[None]] = {}
-        """Slots in which nothing may begin until the future is done."""
+        self.stillness = Stillness(plane.cells)
         self._moving: dict[LeaseId, asyncio.Future[Any]] = {}
         """Requests in whose slots KV is written or read: these stay theirs until that is over."""
         self._ready_task: asyncio.Task[None] | None = None
@@ -187,8 +184,7 @@ class Runtime:
     def _on_sample(self, sample: EngineSample) -> None:
         """The engine was read: the plane learns of it, and does what follows, in one step."""
         self._perform(self.plane.on_sample(sample, monotonic(), self.now_ts()))
-        self._emptied.set()  # or is seen to be empty by now
-        self._emptied.clear()
+        self.stillness.emptied()  # or is seen to be empty by now
         if sample.epoch != self.epoch:
             self._meet_again()
 
@@ -288,37 +284,6 @@ class Runtime:
         self._perform(commands)
         return slot
 
-    @contextlib.asynccontextmanager
-    async def still(self, slot: SlotId) -> AsyncIterator[None]:
-        """Nothing begins in a slot while the block runs: what was read of it stays true."""
-        while (going := self._still.get(slot)) is not None:
-            await asyncio.shield(going)
-        ended = self._still[slot] = asyncio.get_running_loop().create_future()
-        try:
-            yield
-        finally:
-            del self._still[slot]
-            ended.set_result(None)
-
-    async def may_begin(self, lease: Lease, timeout_s: float | None = None) -> bool | None:
-        """Wait until what the lease is going to fill is empty and nobody needs its slots to be still.
-
-        Send without another await. None when ``timeout_s`` seconds pass without that.
-        """
-        try:
-            async with asyncio.timeout(timeout_s):
-                while True:
-                    if going := [self._still[slot] for slot in lease.slots if slot in self._still]:
-                        await asyncio.shield(going[0])
-                    elif not lease.ended and self.plane.cells.awaits_room(lease):
-                        await self._emptied.wait()
-                    else:
-                        break
-        except TimeoutError:
-            return None
-        self.plane.cells.begins(lease)
-        return True
-
     def _perform(self, commands: list[Command]) -> None:
         for command in commands:
             match command:
@@ -347,13 +312,12 @@ class Runtime:
             log.info("not_reclaimed", engine=self.name, resident=key, reason=error.message)
         finally:
             self._perform(self.plane.on_reclaimed(key, monotonic(), gone=gone))
-            self._emptied.set()
-            self._emptied.clear()
+            self.stillness.emptied()
             self.readings.changed()
 
     async def _empty(self, slot: SlotId) -> bool:
         """Empty a slot that is idle, or whose request waits for that; False while it is at work."""
-        async with self.still(slot):
+        async with self.stillness.of(slot):
             lease = self.borrow(slot)
             if lease is None and not self.plane.leases.is_reclaimable(slot):
                 return False
@@ -393,25 +357,8 @@ class Runtime:
         self.readings.due.set()
 
     def background(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
-        """Run something to its end whoever leaves that waits for it; cancel the future to stop it."""
-        result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-
-        async def run() -> None:
-            try:
-                got = await coroutine
-                if not result.done():
-                    result.set_result(got)
-            except PolyKVError as error:
-                if not result.done():
-                    result.set_exception(error)
-                    result.exception()  # nobody may be waiting any more
-            finally:
-                if not result.done():
-                    result.cancel()
-
-        task = self.spawn(run())
-        result.add_done_callback(lambda done: done.cancelled() and task.cancel())
-        return result
+        """See ``TaskSet.background``."""
+        return self._tasks.background(coroutine)
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run something that handles its own errors; it is cancelled when the proxy stops."""

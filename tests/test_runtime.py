@@ -142,60 +142,6 @@ async def test_a_request_that_never_began_displaced_nobody(proxies, monkeypatch,
     assert (first.session.slot, second.session.slot) == (slot, None)
 
 
-@pytest.mark.parametrize("fails", [False, True])
-async def test_what_runs_in_the_background_is_stopped_only_if_that_is_asked_for(rig, fails):
-    """Who leaves does not stop it; an outcome that comes with the stop is nobody's."""
-    go_on, ends = asyncio.Event(), []
-
-    async def work():
-        try:
-            await go_on.wait()
-        except asyncio.CancelledError:
-            if fails:
-                raise UnavailableError("too late") from None
-            return "too late"
-        finally:
-            ends.append(go_on.is_set())
-
-    going = rig.runtime.background(work())
-    leaving = asyncio.ensure_future(asyncio.shield(going))
-    await asyncio.sleep(0)
-    leaving.cancel()
-    go_on.set()
-    assert await going is None
-    go_on.clear()
-    stopped = rig.runtime.background(work())
-    await asyncio.sleep(0)
-    stopped.cancel()
-    await until(lambda: len(ends) == 2)
-    assert stopped.cancelled()
-    assert ends == [True, False]
-
-
-async def test_one_at_a_time_needs_a_slot_to_be_still(rig):
-    """Whoever comes second waits, and a request waits for both; other slots are not concerned."""
-    one, two = rig.take_all()
-    first = rig.runtime.still(one.slots[0])
-    await first.__aenter__()
-    order = []
-
-    async def second():
-        async with rig.runtime.still(one.slots[0]):
-            order.append("second")
-
-    async def begin():
-        await rig.runtime.may_begin(one)
-        order.append("request")
-
-    tasks = [asyncio.get_running_loop().create_task(work) for work in (second(), begin())]
-    await rig.runtime.may_begin(two)
-    await asyncio.sleep(0.01)
-    assert not order
-    await first.__aexit__(None, None, None)
-    await asyncio.gather(*tasks)
-    assert sorted(order) == ["request", "second"]
-
-
 async def test_a_resumable_stream_is_not_stopped(rig):
     """Its slot is taken until the engine is done with it."""
     one, _ = rig.take_all()

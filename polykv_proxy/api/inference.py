@@ -186,7 +186,7 @@ class Inference:
             await self.matching.use_longest(work)
         await self.matching.count_media(work)
         await self._swap(work)
-        await work.hold.until(partial(self._runtime.may_begin, lease))
+        await work.hold.until(partial(self._runtime.stillness.may_begin, lease))
         self.matching.look_again(work)
 
     async def _swap(self, work: Work) -> None:
@@ -203,7 +203,8 @@ class Inference:
             and saver.may_help(work.scope, asked.body)
         ):
             tokens = await self.matching.tokens_of(work)
-        await work.hold.until(partial(self._runtime.may_begin, lease))  # what has to go for it is gone
+        # what has to go for it is gone then
+        await work.hold.until(partial(self._runtime.stillness.may_begin, lease))
         going = self._runtime.background(saver.before_request(lease, tokens, work.matched))
         try:
             await work.hold.until(done(going))

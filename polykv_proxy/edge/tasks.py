@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from polykv_proxy.errors import PolyKVError
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
+
+T = TypeVar("T")
 
 
 class TaskSet:
@@ -28,6 +32,27 @@ class TaskSet:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+    def background(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
+        """Run something to its end whoever leaves that waits for it; cancel the future to stop it."""
+        result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+
+        async def run() -> None:
+            try:
+                got = await coroutine
+                if not result.done():
+                    result.set_result(got)
+            except PolyKVError as error:
+                if not result.done():
+                    result.set_exception(error)
+                    result.exception()  # nobody may be waiting any more
+            finally:
+                if not result.done():
+                    result.cancel()
+
+        task = self.spawn(run())
+        result.add_done_callback(lambda done: done.cancelled() and task.cancel())
+        return result
 
     async def wait(self, timeout_s: float) -> bool:
         """Wait for every task, started later ones included; returns whether none is left.

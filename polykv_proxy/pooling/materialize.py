@@ -150,7 +150,7 @@ class Materializer:
 
     async def _compute(self, pool: PrefixPool, lease: Lease, job: _Materialization) -> Materialized:
         """Have a pool computed in a slot; the job says what became of the slot."""
-        await self._runtime.may_begin(lease)  # what has to go for it is gone
+        await self._runtime.stillness.may_begin(lease)  # what has to go for it is gone
         await self._runtime.saver.before_request(lease, None, 0)
         while True:
             if pool.parent is not None and not pool.parent.resident:
@@ -159,7 +159,7 @@ class Materializer:
                 )  # before the slot is judged: what it may share is not the same then
             if await self._make_own(lease.slots[0], pool):
                 job.content = Content.NOTHING
-            await self._runtime.may_begin(lease)
+            await self._runtime.stillness.may_begin(lease)
             if pool.parent is None or pool.parent.resident:
                 break  # no await from here to the call
         before = job.content

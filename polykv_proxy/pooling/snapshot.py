@@ -106,7 +106,7 @@ class Snapshots:
         kept = False
         lease: Lease | None = None
         try:
-            async with self._runtime.still(slot.slot):
+            async with self._runtime.stillness.of(slot.slot):
                 held = await backend.shared(slot.slot)
                 if slot.session is not session:
                     raise SessionNotResidentError("another conversation took the slot", param="from_session")

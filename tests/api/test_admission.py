@@ -233,7 +233,7 @@ async def test_who_is_stopped_again_and_again_is_told_that_it_does_not_fit(one):
 async def test_who_is_stopped_before_it_was_sent_is_stopped(proxies):
     """The ledger counts on it; and it gets another chance."""
     rig = await proxies(slots=2)
-    async with rig.runtime.still(SlotId(0)):
+    async with rig.runtime.stillness.of(SlotId(0)):
         asking = rig.start(CHAT, chat("a"))
         await until(lambda: rig.runtime.stoppable)
         (first,) = rig.runtime.plane.leases._running

@@ -112,7 +112,7 @@ async def test_a_body_that_comes_slowly_uses_up_no_time(proxies):
 async def test_what_is_done_in_a_slot_uses_up_no_time(proxies, stream):
     """It has its slot, and is kept alive until that may be used; then it runs."""
     rig = await proxies(slots=1, queue=PATIENT | {"max_wait_s": 0.05})
-    async with rig.runtime.still(SlotId(0)):
+    async with rig.runtime.stillness.of(SlotId(0)):
         asking = rig.start(CHAT, chat("hi", stream=stream))
         await until(lambda: rig.idle == 0)
         await asyncio.sleep(0.2)  # several times what it may wait in line

@@ -34,7 +34,7 @@ async def test_a_stream_that_waits_for_kv_is_kept_alive(proxies, why):
         need = need_of_pool(1, None, 0)
         lease = rig.runtime.line.request(Ask(scope=Scope(""), need=need), conversation=False).lease
         emptying = asyncio.create_task(rig.runtime._empty(SlotId(0)))
-        await until(lambda: rig.runtime._still)
+        await until(lambda: SlotId(0) in rig.runtime.stillness)
         rig.runtime.finish(lease, clean=True, content=Content.OLD)
     name, said = ("c", "first") if why in ("save", "erase") else ("a", "y" * 300)
     async with rig.open(CHAT, chat(name, said, "more", session_id=name, stream=True)) as answer:

@@ -230,7 +230,7 @@ async def test_what_a_pool_displaces_is_saved_only_when_nobody_else_is_at_it(rig
             order.append("saved")
 
     rig.runtime.saver = Noting()
-    async with rig.runtime.still(SlotId(0)), rig.runtime.still(SlotId(1)):
+    async with rig.runtime.stillness.of(SlotId(0)), rig.runtime.stillness.of(SlotId(1)):
         task = create(rig)
         await until(lambda: rig.idle < len(rig.engine.sequences))
         await asyncio.sleep(0.02)
