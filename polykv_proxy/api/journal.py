@@ -14,16 +14,8 @@ from polykv_proxy.api import outline as outlines
 from polykv_proxy.api.answer import Usage
 from polykv_proxy.api.families import Dialect
 from polykv_proxy.api.recall import of_links
-from polykv_proxy.core.divergence import (
-    Cause,
-    Divergence,
-    Now,
-    Outline,
-    diagnose,
-    fell_short,
-    is_related,
-    refined,
-)
+from polykv_proxy.core.divergence import Cause, Divergence, Now, diagnose, fell_short, refined
+from polykv_proxy.core.outlines import Outline, is_related
 from polykv_proxy.core.past import Past
 from polykv_proxy.core.records import RecordBook, RequestState
 from polykv_proxy.core.types import agreement

@@ -12,8 +12,8 @@ import msgspec
 from xxhash import xxh3_64_intdigest
 
 from polykv_proxy.api.families import Dialect
-from polykv_proxy.core.divergence import Outline, Part, Section
 from polykv_proxy.core.media import has_media
+from polykv_proxy.core.outlines import Outline, Part, Section
 from polykv_proxy.core.volatile import BILLING_HEADER, BILLING_MARKER
 
 PROMPT_RUN_BYTES = 4096

@@ -15,15 +15,8 @@ from polykv_proxy.api import asked as asking
 from polykv_proxy.api import outline as outlines
 from polykv_proxy.api.families import INFERENCE, Dialect
 from polykv_proxy.api.tail import begins_with
-from polykv_proxy.core.divergence import (
-    Cause,
-    Divergence,
-    Outline,
-    Part,
-    Section,
-    Then,
-    refined,
-)
+from polykv_proxy.core.divergence import Cause, Divergence, Then, refined
+from polykv_proxy.core.outlines import Outline, Part, Section
 from polykv_proxy.core.past import Past, PastBook
 from polykv_proxy.core.types import Capability, agreement, text_prefix
 from polykv_proxy.errors import PolyKVError

@@ -7,9 +7,6 @@ something to reuse.
 Rule 3: of several changes the first in the order of a rendered prompt is named: system, tools, template
 settings, messages.
 Rule 4: a token index is given only where it is exact; texts only where they are at hand.
-
-An outline says what a request consists of, part by part. It needs no text: hashes tell what changed, text
-shows it.
 """
 
 from __future__ import annotations
@@ -18,10 +15,11 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from polykv_proxy.core.outlines import Section, first_change
 from polykv_proxy.core.types import common_prefix
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from polykv_proxy.core.outlines import Outline, Part
 
 SNIPPET_CHARS = 80
 """Longest text that shows a difference."""
@@ -57,67 +55,6 @@ class Cause(StrEnum):
     """The client asked for it."""
     SLOT_LOST = "slot_lost"
     """The slot was emptied, or was still at work for an earlier request."""
-
-
-class Section(StrEnum):
-    """A part of a request, as clients write it."""
-
-    SYSTEM = "system"
-    TOOLS = "tools"
-    TEMPLATE = "template"
-    MESSAGES = "messages"
-    PROMPT = "prompt"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """One part of a request."""
-
-    section: Section
-    digest: int
-    size_bytes: int
-    message_index: int | None = None
-    text: str | None = None
-    """What it says, where that is kept."""
-    verbatim: bool = False
-    """Whether the text is all that it says, and not its JSON."""
-    masked_digest: int | None = None
-    """Digest without headers that change with each request; None where it has none."""
-    items: tuple[int, ...] = ()
-    """Digests of single tools, in order."""
-    media: bool = False
-    open_ended: bool = False
-    """A plain prompt's end: what goes on there is no change."""
-
-    def goes_on_in(self, later: Part) -> bool:
-        """Whether the later request says the same here, or the same and more."""
-        if self.digest == later.digest:
-            return True
-        if not self.open_ended:
-            return False
-        if self.text is None or later.text is None:
-            return later.size_bytes >= self.size_bytes  # not told apart without text
-        return later.text.startswith(self.text)
-
-
-@dataclass(frozen=True, slots=True)
-class Outline:
-    """What a request consists of, in the order of a rendered prompt."""
-
-    parts: tuple[Part, ...]
-
-    def without_text(self) -> Outline:
-        """The compact form."""
-        return Outline(tuple(replace(part, text=None) for part in self.parts))
-
-    def of(self, section: Section) -> tuple[Part, ...]:
-        """The parts of one section."""
-        return tuple(part for part in self.parts if part.section is section)
-
-    @property
-    def media(self) -> bool:
-        """Whether anything in it is no text."""
-        return any(part.media for part in self.parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,23 +220,6 @@ def _answer_differs(then: Then, now: Now, reused: int) -> Divergence:
     )
 
 
-def first_change(then: Outline, now: Outline) -> tuple[Part | None, Part | None] | None:
-    """The first part that the later request does not go on with: as it was and as it is, None for missing.
-
-    Messages and prompts may become more, that is no change; every other section must stay as it was.
-    """
-    for section in Section:
-        before, after = then.of(section), now.of(section)
-        for index, part in enumerate(before):
-            if index >= len(after):
-                return part, None
-            if not part.goes_on_in(after[index]):
-                return part, after[index]
-        if section not in (Section.MESSAGES, Section.PROMPT) and len(after) > len(before):
-            return None, after[len(before)]
-    return None
-
-
 def _changed(before: Part | None, after: Part | None) -> Divergence:
     """The cause of a change in the request itself.
 
@@ -355,20 +275,6 @@ def snippets(before: str | None, after: str | None) -> tuple[str | None, str | N
 
 def _cut(text: str | None, start: int) -> str | None:
     return None if text is None else text[start : start + SNIPPET_CHARS]
-
-
-def is_related(then: Outline, now: Outline) -> bool:
-    """Whether two requests are of one conversation although their beginnings differ.
-
-    What many conversations begin with says nothing: at least one message must be the same, in its place.
-    """
-    before, after = _spoken(then), _spoken(now)
-    return any(one == other for one, other in zip(before, after, strict=False))
-
-
-def _spoken(outline: Outline) -> Iterable[int]:
-    # by place after the system prompt, which may have become shorter or longer
-    return [part.digest for part in outline.of(Section.MESSAGES)]
 
 
 def refined(

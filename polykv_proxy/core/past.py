@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from array import array
     from collections.abc import Callable, Iterator
 
-    from polykv_proxy.core.divergence import Outline
+    from polykv_proxy.core.outlines import Outline
     from polykv_proxy.core.sessions import Session
     from polykv_proxy.core.slots import Chain
     from polykv_proxy.core.types import Scope, Tokens

@@ -6,7 +6,8 @@ import pytest
 
 from polykv_proxy.api import outline
 from polykv_proxy.api.families import Dialect
-from polykv_proxy.core.divergence import Cause, Now, Section, Then, diagnose, first_change
+from polykv_proxy.core.divergence import Cause, Now, Then, diagnose
+from polykv_proxy.core.outlines import Section, first_change
 
 
 def read(body, dialect=Dialect.OPENAI_CHAT):

@@ -2,55 +2,19 @@
 
 import pytest
 
+from core.outlines import outline, part, prompt
 from polykv_proxy.core.divergence import (
     SNIPPET_CHARS,
     Cause,
     Divergence,
     Now,
-    Outline,
-    Part,
-    Section,
     Then,
     diagnose,
     fell_short,
-    first_change,
-    is_related,
     refined,
     snippets,
 )
-
-
-def part(section, text, index=None, **more):
-    """A part that says this."""
-    return Part(
-        section=section,
-        digest=hash(text),
-        size_bytes=len(text),
-        message_index=index,
-        text=text,
-        **{"verbatim": True} | more,
-    )
-
-
-def outline(*messages, system="Be brief.", tools=(), template=None, header=None):
-    """A chat: a system prompt, tools by name, template settings, messages."""
-    masked = None if header is None else hash(system)
-    parts = [part(Section.SYSTEM, (header or "") + system, masked_digest=masked)]
-    if tools:
-        parts.append(part(Section.TOOLS, " ".join(tools), items=tuple(map(hash, tools))))
-    if template:
-        parts.append(part(Section.TEMPLATE, template))
-    for index, message in enumerate(messages):
-        parts.append(part(Section.MESSAGES, message, index, media="[image" in message))
-    return Outline(tuple(parts))
-
-
-def prompt(*runs):
-    """A plain prompt."""
-    return Outline(
-        tuple(part(Section.PROMPT, run, open_ended=at == len(runs) - 1) for at, run in enumerate(runs))
-    )
-
+from polykv_proxy.core.outlines import Outline, Section
 
 BEFORE = outline("Hello", "Hi", "Where?", tools=("a", "b"))
 LONGER = outline("Hello", "Hi", "Where?", "There.", "When?", tools=("a", "b"))
@@ -222,7 +186,7 @@ def test_snippets_are_short_and_may_be_one_sided():
 
 
 def test_an_outline_without_text_tells_the_same():
-    """But for the texts; and a plain prompt's end is taken for unchanged if it grew."""
+    """But for the texts."""
     for before, after, cause in CASES.values():
         if before is None or after.outline is LONGER:
             continue
@@ -232,17 +196,6 @@ def test_an_outline_without_text_tells_the_same():
         )
         if not before.outline.of(Section.PROMPT):
             assert diagnose(compact, after).cause is cause
-    grown = prompt("Once upon")
-    assert first_change(prompt("Once").without_text(), grown) is None
-    assert first_change(grown.without_text(), prompt("Once")) is not None
-
-
-def test_a_conversation_is_known_by_what_was_said():
-    """At least one message in its place, whatever it begins with; a common system prompt says nothing."""
-    assert is_related(outline("Hello", "Hi"), outline("Hello", "Ho", system="Be long."))
-    assert not is_related(outline("Hello"), outline("Good day"))
-    assert not is_related(outline("Hello"), outline("So", "Hello"))
-    assert not is_related(Outline(()), outline("Hello"))
 
 
 def test_tokens_give_a_changed_part_its_index():

@@ -4,7 +4,7 @@ from array import array
 
 import pytest
 
-from polykv_proxy.core.divergence import Outline, Part, Section
+from polykv_proxy.core.outlines import Outline, Part, Section
 from polykv_proxy.core.past import PART_BYTES, Past, PastBook
 from polykv_proxy.core.sessions import Session
 from polykv_proxy.core.types import Scope, SessionId, as_tokens
