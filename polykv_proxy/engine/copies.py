@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import structlog
 
-from polykv_proxy.core.media import has_media
 from polykv_proxy.core.slots import Content
-from polykv_proxy.core.types import MEDIUM, Capability, PoolNumber, SlotId, as_tokens, common_prefix
-from polykv_proxy.engine import rendering, slotfile, trial
+from polykv_proxy.core.types import Capability, PoolNumber, SlotId, common_prefix
+from polykv_proxy.engine import prompts, slotfile, trial
 from polykv_proxy.engine.backend import Address
 from polykv_proxy.engine.gate import Gate
 from polykv_proxy.engine.patched import Materialized, SnapshotTaken
@@ -137,23 +136,8 @@ class Copies:
     # -- prompts -------------------------------------------------------------------------------------------
 
     async def prompt_tokens(self, count_path: str, body: bytes) -> Tokens | None:
-        """Rendered by the engine, and tokenized as the engine tokenizes a prompt.
-
-        Of a chat with media no more is known than the text before the first one; all else is one position.
-        """
-        if "/chat/completions/" in count_path:
-            text = await self._client.render(body)
-            if not (self._media and has_media(body)):
-                return await self._client.tokenize(text)
-            before, medium, _ = text.partition(await self._client.media_marker())
-            if not medium:  # it was in what a tool is told to expect, or the like
-                return await self._client.tokenize(text)
-            return await self._client.tokenize(before) + as_tokens([MEDIUM])
-        chat = rendering.chat_of_responses(body) if "/responses/" in count_path else None
-        if chat is None:
-            return None
-        tokens = await self._client.tokenize(await self._client.render(chat))
-        return tokens if await self._client.count(count_path, body) == len(tokens) else None
+        """See ``prompts``."""
+        return await prompts.tokens_of(self._client, count_path, body, media=self._media)
 
     # -- pools ---------------------------------------------------------------------------------------------
 
