@@ -125,6 +125,33 @@ class PrefixPool:
         """Children that have an id; ghosts left out."""
         return [child for child in self.children if not child.released]
 
+    def join(self) -> None:
+        """Its parent knows it."""
+        if self.parent is not None and self not in self.parent.children:
+            self.parent.children.append(self)
+
+    def leave(self) -> None:
+        """Its parent does not know it any more."""
+        if self.parent is not None and self in self.parent.children:
+            self.parent.children.remove(self)
+
+    def live_on(self, old: PrefixPool) -> None:
+        """It takes up the old life of content that is known by its id.
+
+        Label, pin and lifetime stay unless given anew; one that came by itself and is asked for now does not
+        count as automatic any more.
+        """
+        if old.origin is not PoolOrigin.AUTO:
+            self.origin = old.origin
+        self.created_ts, self.hits = old.created_ts, old.hits
+        self.label = old.label if self.label is None else self.label
+        self.ttl_s = old.ttl_s if self.ttl_s is None else self.ttl_s
+        self.pinned = self.pinned or old.pinned
+        self.before, self.home, self.lost_resident = old.state, old.home, old.lost_resident
+        for child in old.children:
+            child.parent = self
+        self.children = list(old.children)
+
     def match(self, tokens: Tokens) -> int:
         """Leading tokens of a prompt that this pool holds."""
         return common_prefix(self.tokens, tokens)

@@ -101,9 +101,8 @@ class PoolTree:
     ) -> PrefixPool:
         """Enter a pool that is about to be materialized.
 
-        A lost or evicted pool of the same content takes up its old life; its label, pin and lifetime stay
-        unless given anew, and its children become the new one's. One that came by itself and is asked for
-        now does not count as automatic any more.
+        A lost or evicted pool of the same content takes up its old life (``PrefixPool.live_on``), and its
+        children become the new one's.
 
         Args:
             pool_id: digest of the content.
@@ -139,11 +138,11 @@ class PoolTree:
         )
         old = self._pools.pop(pool_id, None)
         if old is not None:
-            _leave(old)
-            _live_on(old, pool)
+            old.leave()
+            pool.live_on(old)
         self._pools[pool_id] = pool
         self._known.pop(pool_id, None)
-        _join(pool)
+        pool.join()
         if number is not None:  # a snapshot: it holds its parent's cells already
             self._bring_back(parent)
         return pool
@@ -179,14 +178,14 @@ class PoolTree:
             released=True,
         )
         self._ghosts.append(ghost)
-        _join(ghost)
+        ghost.join()
         self._bring_back(parent)
 
     def _bring_back(self, node: PrefixPool | None) -> None:
         """A ghost that was dropped because nobody held its cells: somebody did who became known just now."""
         while node is not None and node.released and node not in self._ghosts:
             self._ghosts.append(node)
-            _join(node)
+            node.join()
             node = node.parent
 
     def reserve(self, scope: Scope) -> PoolNumber:
@@ -212,7 +211,7 @@ class PoolTree:
 
     def detach(self, pool: PrefixPool) -> None:
         """A pool that is being computed does without its parent, which is not resident: it owns all of it."""
-        _leave(pool)
+        pool.leave()
         pool.parent, pool.branch_pos = None, 0
 
     def failed(self, pool: PrefixPool, *, retire: bool = False) -> None:
@@ -224,7 +223,7 @@ class PoolTree:
             self._retiring.add(pool.number)
         if pool.before is None:
             self._pools.pop(pool.pool_id, None)
-            _leave(pool)
+            pool.leave()
             return
         pool.state = pool.before
         if pool.state is PoolState.LOST:
@@ -249,7 +248,7 @@ class PoolTree:
             self._haunt(pool)
             pool.lingers = lingers and self.shares_cells
         else:
-            _leave(pool)
+            pool.leave()
 
     def take_up(self, pool_id: PoolId) -> PrefixPool | None:
         """Give a pool that lingers its id again, as if it were new; None: there is none of that content."""
@@ -302,7 +301,7 @@ class PoolTree:
         if self.shares_cells:
             self._ghosts.append(pool)
         else:
-            _leave(pool)
+            pool.leave()
         self._retiring.add(pool.number)
         self.index.remove(pool)
 
@@ -350,7 +349,7 @@ class PoolTree:
         dead = {ghost.uid for ghost in self._ghosts if ghost.number not in self._retiring} & uids
         for ghost in self._ghosts:
             if ghost.uid in dead:
-                _leave(ghost)
+                ghost.leave()
         self._ghosts = [ghost for ghost in self._ghosts if ghost.uid not in dead]
 
     def _free_number(self, scope: Scope) -> PoolNumber:
@@ -374,29 +373,3 @@ class PoolTree:
             seq_ids_max=self.max_pools,
             releasable=releasable,
         )
-
-
-def _live_on(old: PrefixPool, pool: PrefixPool) -> None:
-    """A pool of content that is known by its id takes up its old life; see ``PoolTree.add``."""
-    if old.origin is not PoolOrigin.AUTO:
-        pool.origin = old.origin
-    pool.created_ts, pool.hits = old.created_ts, old.hits
-    pool.label = old.label if pool.label is None else pool.label
-    pool.ttl_s = old.ttl_s if pool.ttl_s is None else pool.ttl_s
-    pool.pinned = pool.pinned or old.pinned
-    pool.before, pool.home, pool.lost_resident = old.state, old.home, old.lost_resident
-    for child in old.children:
-        child.parent = pool
-    pool.children = list(old.children)
-
-
-def _join(pool: PrefixPool) -> None:
-    """Its parent knows it."""
-    if pool.parent is not None and pool not in pool.parent.children:
-        pool.parent.children.append(pool)
-
-
-def _leave(pool: PrefixPool) -> None:
-    """Its parent does not know it any more."""
-    if pool.parent is not None and pool in pool.parent.children:
-        pool.parent.children.remove(pool)

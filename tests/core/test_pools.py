@@ -1,10 +1,12 @@
 """Claims about ``core.pools``: ids by content, places, and what stands in the way of an end."""
 
+from dataclasses import replace
+
 import pytest
 
 from core.trees import add, content_id, evicted
 from polykv_proxy.core.tree import PoolTree
-from polykv_proxy.core.types import PoolUid, Scope, as_tokens
+from polykv_proxy.core.types import PoolOrigin, PoolState, PoolUid, Scope, as_tokens
 from polykv_proxy.errors import PoolInUseError
 
 # -- ids --------------------------------------------------------------------------------------------------
@@ -58,6 +60,35 @@ def test_a_pool_knows_its_lengths():
     assert child.match(as_tokens([1, 2, 9, 1])) == 3
     assert list(root.subtree()) == [root, child]
     assert list(tree) == [root, child]
+
+
+def test_a_parent_knows_its_children_once():
+    """Joining again changes nothing, nor does leaving again; a root has nobody to tell."""
+    tree = PoolTree(3)
+    root = add(tree, [1, 2, 3])
+    child = add(tree, [1, 2, 9], parent=root, branch_pos=2)
+    for pool in (root, child):
+        pool.join()
+    assert root.children == [child]
+    for pool in (root, child, child):
+        pool.leave()
+    assert root.children == []
+
+
+def test_content_that_is_known_lives_on():
+    """What was given anew counts, the rest stays; who asks for an automatic pool makes it one of his."""
+    tree = PoolTree(4)
+    old = add(tree, [1, 2, 3], label="a", ttl_s=9.0, pinned=True, origin=PoolOrigin.SNAPSHOT)
+    child = add(tree, [1, 2, 9], parent=old, branch_pos=2)
+    old.hits = 7
+    new = replace(old, origin=PoolOrigin.EXPLICIT, label="b", ttl_s=None, pinned=False, hits=0, children=[])
+    new.live_on(old)
+    assert (new.origin, new.label, new.ttl_s) == (PoolOrigin.SNAPSHOT, "b", 9.0)
+    assert (new.pinned, new.hits, new.before) == (True, 7, PoolState.RESIDENT)
+    assert (new.children, child.parent) == ([child], new)
+    old.origin, asked = PoolOrigin.AUTO, replace(old, origin=PoolOrigin.EXPLICIT)
+    asked.live_on(old)
+    assert asked.origin is PoolOrigin.EXPLICIT
 
 
 # -- what stands in the way ---------------------------------------------------------------------------------
