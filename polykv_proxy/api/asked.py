@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from xxhash import xxh3_64
 
+from polykv_proxy.api import members
 from polykv_proxy.api.answer import insert_member
 from polykv_proxy.api.canonical import without_billing_values
 from polykv_proxy.api.families import Dialect
@@ -36,38 +37,32 @@ _SIGN_BIT = 1 << 31
 
 OUR_KEYS = ("pool_id", "session_id", "shared_prefix_n_tokens", "shared_pool_slot", "opencoti")
 
-_Raw = msgspec.Raw | msgspec.UnsetType
-
 
 class _Body(msgspec.Struct):
-    pool_id: _Raw = msgspec.UNSET
-    session_id: _Raw = msgspec.UNSET
-    shared_prefix_n_tokens: _Raw = msgspec.UNSET
-    shared_pool_slot: _Raw = msgspec.UNSET
-    opencoti: _Raw = msgspec.UNSET
-    id_slot: _Raw = msgspec.UNSET
-    model: _Raw = msgspec.UNSET
-    stream: _Raw = msgspec.UNSET
-    stream_options: _Raw = msgspec.UNSET
-    n: _Raw = msgspec.UNSET
-    n_cmpl: _Raw = msgspec.UNSET
-    n_predict: _Raw = msgspec.UNSET
-    max_tokens: _Raw = msgspec.UNSET
-    max_completion_tokens: _Raw = msgspec.UNSET
-    max_output_tokens: _Raw = msgspec.UNSET
-    cache_prompt: _Raw = msgspec.UNSET
-    metadata: _Raw = msgspec.UNSET
-    prompt: _Raw = msgspec.UNSET
-    messages: _Raw = msgspec.UNSET
-    input: _Raw = msgspec.UNSET
-    system: _Raw = msgspec.UNSET
-    instructions: _Raw = msgspec.UNSET
-    tools: _Raw = msgspec.UNSET
-    chat_template_kwargs: _Raw = msgspec.UNSET
-
-
-class _Message(msgspec.Struct):
-    role: str = ""
+    pool_id: members.Raw = msgspec.UNSET
+    session_id: members.Raw = msgspec.UNSET
+    shared_prefix_n_tokens: members.Raw = msgspec.UNSET
+    shared_pool_slot: members.Raw = msgspec.UNSET
+    opencoti: members.Raw = msgspec.UNSET
+    id_slot: members.Raw = msgspec.UNSET
+    model: members.Raw = msgspec.UNSET
+    stream: members.Raw = msgspec.UNSET
+    stream_options: members.Raw = msgspec.UNSET
+    n: members.Raw = msgspec.UNSET
+    n_cmpl: members.Raw = msgspec.UNSET
+    n_predict: members.Raw = msgspec.UNSET
+    max_tokens: members.Raw = msgspec.UNSET
+    max_completion_tokens: members.Raw = msgspec.UNSET
+    max_output_tokens: members.Raw = msgspec.UNSET
+    cache_prompt: members.Raw = msgspec.UNSET
+    metadata: members.Raw = msgspec.UNSET
+    prompt: members.Raw = msgspec.UNSET
+    messages: members.Raw = msgspec.UNSET
+    input: members.Raw = msgspec.UNSET
+    system: members.Raw = msgspec.UNSET
+    instructions: members.Raw = msgspec.UNSET
+    tools: members.Raw = msgspec.UNSET
+    chat_template_kwargs: members.Raw = msgspec.UNSET
 
 
 class _Ours(msgspec.Struct, forbid_unknown_fields=True):
@@ -162,24 +157,24 @@ def read(body: bytes, family: Family, headers: dict[str, str], *, mask: bool = F
         session=ours.session_id,
         shared_prefix_tokens=ours.shared_prefix_n_tokens,
         strict=ours.strict,
-        cache=ours.cache and _bytes(parsed.cache_prompt) != b"false",
+        cache=ours.cache and members.raw(parsed.cache_prompt) != b"false",
         auto_match=ours.auto_match,
         report=ours.report,
-        stream=_bytes(parsed.stream) == b"true",
-        include_usage=b"include_usage" in _bytes(parsed.stream_options)
+        stream=members.raw(parsed.stream) == b"true",
+        include_usage=b"include_usage" in members.raw(parsed.stream_options)
         and _object(parsed.stream_options).get("include_usage") is True,
         completions=completions,
         max_tokens=_most(parsed),
         lease_id=ours.lease_id,
         many_prompts=not structured and _is_list_of_prompts(parsed.prompt),
-        ignored_slot=_bytes(parsed.id_slot) not in (b"", b"null", b"-1"),
+        ignored_slot=members.raw(parsed.id_slot) not in (b"", b"null", b"-1"),
         masked=body is not received,
-        metadata=_bytes(parsed.metadata) or None,
-        prompt=_bytes(parsed.prompt) or None,
+        metadata=members.raw(parsed.metadata) or None,
+        prompt=members.raw(parsed.prompt) or None,
         chain=chain,
         structured=structured,
         scene=scene,
-        raw_model=_bytes(parsed.model) or None,
+        raw_model=members.raw(parsed.model) or None,
     )
 
 
@@ -242,7 +237,7 @@ def _ours(parsed: _Body, headers: dict[str, str]) -> _Ours:
     return ours
 
 
-def _strict(raw: _Raw, kind: Any, name: str) -> Any:
+def _strict(raw: members.Raw, kind: Any, name: str) -> Any:
     if isinstance(raw, msgspec.UnsetType):
         return None
     try:
@@ -259,10 +254,10 @@ def pinner(asked: Asked, family: Family) -> Callable[[int], bytes] | None:
     if family.dialect is Dialect.ANTHROPIC:
         return None
     try:
-        members = msgspec.json.decode(asked.body, type=dict[str, msgspec.Raw])
+        document = msgspec.json.decode(asked.body, type=dict[str, msgspec.Raw])
     except (msgspec.DecodeError, RecursionError):
         return None
-    body = without(asked.body, ("id_slot",)) if "id_slot" in members else asked.body
+    body = without(asked.body, ("id_slot",)) if "id_slot" in document else asked.body
     return lambda slot: insert_member(body, "id_slot", slot)
 
 
@@ -273,29 +268,25 @@ def without(body: bytes, keys: Iterable[str]) -> bytes:
         BadRequestError: a member's name is no text.
     """
     try:
-        members = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+        document = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     except (msgspec.DecodeError, RecursionError) as error:
         raise BadRequestError(f"not valid JSON: {error}") from None
     for key in keys:
-        members.pop(key, None)
-    return msgspec.json.encode(members)
+        document.pop(key, None)
+    return msgspec.json.encode(document)
 
 
-def _bytes(raw: _Raw) -> bytes:
-    return b"" if isinstance(raw, msgspec.UnsetType) else bytes(raw)
-
-
-def _object(raw: _Raw) -> dict[str, Any]:
+def _object(raw: members.Raw) -> dict[str, Any]:
     try:
-        value = msgspec.json.decode(_bytes(raw))
+        value = msgspec.json.decode(members.raw(raw))
     except msgspec.DecodeError:
         return {}
     return value if isinstance(value, dict) else {}
 
 
-def _number(raw: _Raw) -> int | None:
+def _number(raw: members.Raw) -> int | None:
     """A positive number as the engine reads it: fractions are cut off, and 32 bits are kept."""
-    text = _bytes(raw)
+    text = members.raw(raw)
     if not text or (text.isdigit() and len(text) < 6):
         return int(text or b"0") or None
     try:
@@ -313,8 +304,8 @@ def _most(parsed: _Body) -> int | None:
     return max(bounds) if bounds else None
 
 
-def _is_list_of_prompts(raw: _Raw) -> bool:
-    text = _bytes(raw)
+def _is_list_of_prompts(raw: members.Raw) -> bool:
+    text = members.raw(raw)
     if not text.startswith(b"["):
         return False
     try:
@@ -325,30 +316,19 @@ def _is_list_of_prompts(raw: _Raw) -> bool:
     return len(items) > 1 and all(bytes(item)[:1] in (b'"', b"[", b"{") for item in items)
 
 
-def _items(raw: _Raw) -> list[bytes]:
-    """Messages of a conversation; a bare string is one."""
-    text = _bytes(raw)
-    if not text.startswith(b"["):
-        return [text] if text else []
-    try:
-        return [bytes(item) for item in msgspec.json.decode(text, type=list[msgspec.Raw])]
-    except msgspec.DecodeError:
-        return []
-
-
 def _chain(parsed: _Body, family: Family, *, structured: bool) -> tuple[Chain, int | None]:
     """Fingerprint of the conversation, and of its scene."""
     if family.dialect is Dialect.OTHER:
         return (), None
     if not structured:
-        links = _text_chain(family.dialect.value.encode(), _bytes(parsed.prompt))
+        links = _text_chain(family.dialect.value.encode(), members.raw(parsed.prompt))
         runs = SCENE_BYTES // TEXT_LINK_BYTES
         return links, links[runs] if len(links) > runs else None
-    system = as_engine_masks(_bytes(parsed.system))
+    system = as_engine_masks(members.raw(parsed.system))
     rest = (parsed.instructions, parsed.tools, parsed.chat_template_kwargs)
-    messages = _items(parsed.messages) + _items(parsed.input)
-    first = next((at for at, message in enumerate(messages) if not _sets_the_scene(message)), len(messages))
-    head = b"\0".join((family.dialect.value.encode(), system, *map(_bytes, rest), *messages[:first]))
+    messages = members.items(members.raw(parsed.messages)) + members.items(members.raw(parsed.input))
+    first = members.scene(messages)
+    head = b"\0".join((family.dialect.value.encode(), system, *map(members.raw, rest), *messages[:first]))
     links = _linked(head, messages[first:])
     return links, links[0] if len(head) >= SCENE_BYTES else None
 
@@ -362,14 +342,6 @@ def _linked(head: bytes, parts: Iterable[bytes | memoryview]) -> Chain:
         state.update(part)
         links.append(state.intdigest())
     return tuple(links)
-
-
-def _sets_the_scene(message: bytes) -> bool:
-    """Whether a message is part of what many conversations begin with."""
-    try:
-        return msgspec.json.decode(message, type=_Message).role in ("system", "developer")
-    except msgspec.DecodeError:
-        return False
 
 
 def _text_chain(kind: bytes, prompt: bytes) -> Chain:

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 from xxhash import xxh3_64_intdigest
 
+from polykv_proxy.api import members
 from polykv_proxy.api.families import Dialect
 from polykv_proxy.core.media import has_media
 from polykv_proxy.core.outlines import Outline, Part, Section
@@ -22,19 +23,15 @@ PROMPT_RUN_BYTES = 4096
 _WRAPPING = frozenset({"role", "content", "type", "id", "status"})
 """Members of a message that says nothing but its content."""
 
-_SCENE = frozenset({"system", "developer"})
-
-_Raw = msgspec.Raw | msgspec.UnsetType
-
 
 class _Body(msgspec.Struct):
-    system: _Raw = msgspec.UNSET
-    instructions: _Raw = msgspec.UNSET
-    tools: _Raw = msgspec.UNSET
-    chat_template_kwargs: _Raw = msgspec.UNSET
-    messages: _Raw = msgspec.UNSET
-    input: _Raw = msgspec.UNSET
-    prompt: _Raw = msgspec.UNSET
+    system: members.Raw = msgspec.UNSET
+    instructions: members.Raw = msgspec.UNSET
+    tools: members.Raw = msgspec.UNSET
+    chat_template_kwargs: members.Raw = msgspec.UNSET
+    messages: members.Raw = msgspec.UNSET
+    input: members.Raw = msgspec.UNSET
+    prompt: members.Raw = msgspec.UNSET
 
 
 def read(body: bytes, dialect: Dialect) -> Outline:
@@ -49,17 +46,17 @@ def read(body: bytes, dialect: Dialect) -> Outline:
     except (msgspec.DecodeError, RecursionError):
         return Outline(())
     if dialect in (Dialect.LLAMA, Dialect.OPENAI_TEXT):
-        return Outline(_prompt(_bytes(parsed.prompt)))
+        return Outline(_prompt(members.raw(parsed.prompt)))
     if dialect is Dialect.OTHER:
         return Outline(())
-    messages = _items(_bytes(parsed.messages)) + _items(_bytes(parsed.input))
-    scene = next((at for at, message in enumerate(messages) if _role(message) not in _SCENE), len(messages))
-    parts = [_system(raw, None) for raw in map(_bytes, (parsed.system, parsed.instructions)) if raw]
+    messages = members.items(members.raw(parsed.messages)) + members.items(members.raw(parsed.input))
+    scene = members.scene(messages)
+    parts = [_system(raw, None) for raw in map(members.raw, (parsed.system, parsed.instructions)) if raw]
     parts += [_system(raw, at) for at, raw in enumerate(messages[:scene])]
-    if tools := _bytes(parsed.tools):
-        items = tuple(map(xxh3_64_intdigest, _items(tools)))
+    if tools := members.raw(parsed.tools):
+        items = tuple(map(xxh3_64_intdigest, members.items(tools)))
         parts.append(_part(Section.TOOLS, tools, None, items=items))
-    if settings := _bytes(parsed.chat_template_kwargs):
+    if settings := members.raw(parsed.chat_template_kwargs):
         parts.append(_part(Section.TEMPLATE, settings, None))
     parts += [
         _part(Section.MESSAGES, raw, at, media=has_media(raw))
@@ -71,7 +68,7 @@ def read(body: bytes, dialect: Dialect) -> Outline:
 def prompt_of(body: bytes) -> bytes:
     """The raw ``prompt`` member; empty where there is none."""
     try:
-        return _bytes(msgspec.json.decode(body, type=_Body).prompt)
+        return members.raw(msgspec.json.decode(body, type=_Body).prompt)
     except (msgspec.DecodeError, RecursionError):
         return b""
 
@@ -124,26 +121,3 @@ def _text(raw: bytes) -> tuple[str, bool]:
         said = [text for text in texts if isinstance(text, str)]
         value = "\n".join(said) if len(said) == len(texts) else None
     return (value, True) if isinstance(value, str) else (raw.decode(errors="replace"), False)
-
-
-def _role(message: bytes) -> str:
-    try:
-        value = msgspec.json.decode(message)
-    except (msgspec.DecodeError, RecursionError):
-        return ""
-    role = value.get("role") if isinstance(value, dict) else None
-    return role if isinstance(role, str) else ""
-
-
-def _items(raw: bytes) -> list[bytes]:
-    """Items of a list; anything else is one item."""
-    if not raw.startswith(b"["):
-        return [raw] if raw else []
-    try:
-        return [bytes(item) for item in msgspec.json.decode(raw, type=list[msgspec.Raw])]
-    except (msgspec.DecodeError, RecursionError):
-        return []
-
-
-def _bytes(raw: _Raw) -> bytes:
-    return b"" if isinstance(raw, msgspec.UnsetType) else bytes(raw)
