@@ -36,8 +36,13 @@ class Saver(Protocol):
     async def settled(self, timeout_s: float) -> bool | None:
         """Wait until requests should run: what they may ride on is back. None: not yet."""
 
-    def may_help(self, scope: Scope, body: bytes) -> bool:
-        """Whether it is worth finding out the tokens of a request's prompt."""
+    def may_help(self, scope: Scope, *, adapters: bool) -> bool:
+        """Whether it is worth finding out the tokens of a request's prompt.
+
+        Args:
+            scope: whose it is.
+            adapters: whether it chooses LoRA adapters of its own.
+        """
 
     async def before_request(self, lease: Lease, tokens: Tokens | None, held: int) -> None:
         """A request has its slots: save what it displaces, restore what it goes on with, if that pays.
@@ -51,8 +56,14 @@ class Saver(Protocol):
     async def before_loss(self, slot: SlotId) -> None:
         """A slot that is idle, and kept from others, is about to be emptied."""
 
-    def on_delivered(self, lease: Lease, body: bytes) -> None:
-        """An answer went out whole: what the slot holds is worth keeping."""
+    def on_delivered(self, lease: Lease, body: bytes, *, adapters: bool) -> None:
+        """An answer went out whole: what the slot holds is worth keeping.
+
+        Args:
+            lease: its hold on its slots.
+            body: its request's.
+            adapters: see ``may_help``.
+        """
 
     async def on_answer(self, lease: Lease, cached_tokens: int | None) -> None:
         """What the answer says it reused proves a restore, or not."""
@@ -89,7 +100,7 @@ class NoSaver:
         """At once."""
         return True
 
-    def may_help(self, scope: Scope, body: bytes) -> bool:  # noqa: ARG002
+    def may_help(self, scope: Scope, *, adapters: bool) -> bool:  # noqa: ARG002
         """No."""
         return False
 
@@ -99,7 +110,7 @@ class NoSaver:
     async def before_loss(self, slot: SlotId) -> None:
         """Nothing."""
 
-    def on_delivered(self, lease: Lease, body: bytes) -> None:
+    def on_delivered(self, lease: Lease, body: bytes, *, adapters: bool) -> None:
         """Nothing."""
 
     async def on_answer(self, lease: Lease, cached_tokens: int | None) -> None:

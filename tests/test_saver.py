@@ -14,10 +14,10 @@ async def test_nobody_saves():
     saver.on_down()
     assert saver.is_settled
     assert await saver.settled(0.0)
-    assert not saver.may_help(Scope(""), b"")
+    assert not saver.may_help(Scope(""), adapters=False)
     await saver.before_loss(SlotId(0))
     await saver.before_request(None, None, 0)
-    saver.on_delivered(None, b"")
+    saver.on_delivered(None, b"", adapters=False)
     await saver.on_answer(None, 5)
     assert not await saver.on_close(None, keep=True)
     assert saver.status() == {"state": "off", "reason": "off for a test"}

@@ -63,6 +63,7 @@ class _Body(msgspec.Struct):
     instructions: members.Raw = msgspec.UNSET
     tools: members.Raw = msgspec.UNSET
     chat_template_kwargs: members.Raw = msgspec.UNSET
+    lora: members.Raw = msgspec.UNSET
 
 
 class _Ours(msgspec.Struct, forbid_unknown_fields=True):
@@ -78,6 +79,9 @@ class _Ours(msgspec.Struct, forbid_unknown_fields=True):
 
 
 _NOTHING_ASKED = _Ours()
+
+_UNREAD = _Body(lora=msgspec.Raw(b"null"))
+"""Of a body that nobody can read it is taken for granted that it may choose adapters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +110,8 @@ class Asked:
     """Several prompts: the engine runs each in a slot of its own choice."""
     ignored_slot: bool = False
     """The client chose a slot; slots are the proxy's."""
+    adapters: bool = False
+    """It chooses LoRA adapters of its own, or may: what it computes is not the loaded model's KV."""
     masked: bool = False
     """A billing header's changing values are constants now."""
     metadata: bytes | None = None
@@ -168,6 +174,7 @@ def read(body: bytes, family: Family, headers: dict[str, str], *, mask: bool = F
         lease_id=ours.lease_id,
         many_prompts=not structured and _is_list_of_prompts(parsed.prompt),
         ignored_slot=members.raw(parsed.id_slot) not in (b"", b"null", b"-1"),
+        adapters=parsed.lora is not msgspec.UNSET,
         masked=body is not received,
         metadata=members.raw(parsed.metadata) or None,
         prompt=members.raw(parsed.prompt) or None,
@@ -194,7 +201,7 @@ def _parsed(body: bytes) -> tuple[bytes, _Body]:
             text = body.removeprefix(b"\xef\xbb\xbf").partition(b"\0")[0]
             return text, msgspec.json.decode(text, type=_Body)
     except msgspec.DecodeError:
-        return body, _Body()
+        return body, _UNREAD
     except RecursionError:
         raise BadRequestError("the body is nested too deeply") from None
 

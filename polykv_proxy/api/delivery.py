@@ -100,8 +100,9 @@ class Delivery:
         self._reporting.account(work, usage, result, ttft=tail is not None and work.asked.stream)
         self._reporting.count(work, overflows)
         whole = result.completed and result.error is None and usage.generated_tokens is not None
-        if whole and work.content is Content.NEW and work.asked.cache and overflows.seen is None:
-            self._runtime.saver.on_delivered(work.lease, work.asked.body)  # rule 4
+        asked = work.asked
+        if whole and work.content is Content.NEW and asked.cache and overflows.seen is None:  # rule 4
+            self._runtime.saver.on_delivered(work.lease, asked.body, adapters=asked.adapters)
         await self._runtime.saver.on_answer(work.lease, usage.cached_tokens)
         return result.completed
 

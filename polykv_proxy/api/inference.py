@@ -200,7 +200,7 @@ class Inference:
             and asked.cache
             and asked.completions == 1
             and not asked.many_prompts
-            and saver.may_help(work.scope, asked.body)
+            and saver.may_help(work.scope, adapters=asked.adapters)
         ):
             tokens = await self.matching.tokens_of(work)
         # what has to go for it is gone then

@@ -3,8 +3,6 @@
 Rule 1: a slot is filled only while it is its request's, to the end, also if its client leaves.
 Rule 2: a state is restored only if that spares more than pools hold anyway, and the answer has to prove it;
 one that did not help goes, and so does one that the engine will not take.
-Rule 3: what a restored session saves takes the place of the state that it went on from, and of no other: who
-only begins like a state, or has another name, leaves it alone.
 """
 
 from __future__ import annotations
@@ -152,7 +150,7 @@ class Restores:
 
     @staticmethod
     def _goes_on_from(session: Session, entry: Entry, matched: int) -> bool:
-        """Whether a state is of this conversation, by its name and by its tokens (rule 3)."""
+        """Whether a state is of this conversation, by its name and by its tokens (``sessions``, rule 3)."""
         return is_named(session, entry.state.key) and goes_on(matched, len(entry.tokens))
 
     async def on_answer(self, lease: Lease, cached_tokens: int | None) -> None:

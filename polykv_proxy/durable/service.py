@@ -17,7 +17,6 @@ import structlog
 
 from polykv_proxy.core.types import Capability
 from polykv_proxy.durable import canary, gguf, identity
-from polykv_proxy.durable.adapters import has_adapters
 from polykv_proxy.durable.pools import SavedPools
 from polykv_proxy.durable.restores import Restores
 from polykv_proxy.durable.sessions import SavedSessions
@@ -236,10 +235,10 @@ class Durable:
 
     # -- requests ----------------------------------------------------------------------------------------
 
-    def may_help(self, scope: Scope, body: bytes) -> bool:
+    def may_help(self, scope: Scope, *, adapters: bool) -> bool:
         """See ``Saver``."""
         shelf = self.shelf
-        if not shelf.on or has_adapters(body):
+        if not shelf.on or adapters:
             return False
         return shelf.catalogue.holds_sessions(scope, shelf.model_id) or shelf.saves.brings_session(scope)
 
@@ -256,10 +255,10 @@ class Durable:
         if self.shelf.on and await self._same_adapters():
             await self.sessions.keep_resident(slot)
 
-    def on_delivered(self, lease: Lease, body: bytes) -> None:
+    def on_delivered(self, lease: Lease, body: bytes, *, adapters: bool) -> None:
         """See ``Saver``."""
         if self.shelf.on:
-            self.sessions.on_delivered(lease, body)
+            self.sessions.on_delivered(lease, body, adapters=adapters)
 
     async def on_answer(self, lease: Lease, cached_tokens: int | None) -> None:
         """See ``Saver``."""

@@ -26,7 +26,6 @@ from polykv_proxy.core.catalogue import Kind
 from polykv_proxy.core.media import has_media
 from polykv_proxy.core.types import PoolId
 from polykv_proxy.core.worth import is_worth_a_file
-from polykv_proxy.durable.adapters import has_adapters
 from polykv_proxy.durable.identity import config_of
 from polykv_proxy.durable.moving import as_seen, moves, to_the_end
 from polykv_proxy.durable.savers import Savers
@@ -78,12 +77,12 @@ class SavedSessions:
 
     # -- saving ------------------------------------------------------------------------------------------
 
-    def on_delivered(self, lease: Lease, body: bytes) -> None:
+    def on_delivered(self, lease: Lease, body: bytes, *, adapters: bool) -> None:
         """An answer went out whole (rule 2)."""
         session = lease.session
         if session is None or lease.ended:
             return
-        if has_adapters(body) or self._has_media(body):
+        if adapters or self._has_media(body):
             session.delivered = None
             return
         if lease.restored is None and not (lease.continues and session.delivered == lease.before):
