@@ -70,8 +70,9 @@ def _close(writer: GGUFWriter) -> None:
 
 
 def sliding_window(path: Path, vocabulary_of: Path) -> None:
-    """Gemma 2: every other layer sees a window only."""
-    writer = _writer(path, "gemma2", vocabulary_of)
+    """Gemma 2: every other layer sees a window only. Its weights are as ``llama``'s."""
+    dice = np.random.default_rng(7)  # of its own: the same model whatever was written before
+    writer = _writer(path, "gemma2", vocabulary_of, _wide(dice, VOCAB, EMBD) / 6)
     writer.add_feed_forward_length(128)
     writer.add_head_count(4)
     writer.add_head_count_kv(2)
@@ -84,13 +85,13 @@ def sliding_window(path: Path, vocabulary_of: Path) -> None:
         name = f"blk.{layer}"
         for norm in ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm"):
             writer.add_tensor(f"{name}.{norm}.weight", _ones(EMBD))
-        writer.add_tensor(f"{name}.attn_q.weight", _weights(64, EMBD))
-        writer.add_tensor(f"{name}.attn_k.weight", _weights(32, EMBD))
-        writer.add_tensor(f"{name}.attn_v.weight", _weights(32, EMBD))
-        writer.add_tensor(f"{name}.attn_output.weight", _weights(EMBD, 64))
-        writer.add_tensor(f"{name}.ffn_gate.weight", _weights(128, EMBD))
-        writer.add_tensor(f"{name}.ffn_up.weight", _weights(128, EMBD))
-        writer.add_tensor(f"{name}.ffn_down.weight", _weights(EMBD, 128))
+        writer.add_tensor(f"{name}.attn_q.weight", _wide(dice, 64, EMBD))
+        writer.add_tensor(f"{name}.attn_k.weight", _wide(dice, 32, EMBD))
+        writer.add_tensor(f"{name}.attn_v.weight", _wide(dice, 32, EMBD))
+        writer.add_tensor(f"{name}.attn_output.weight", _wide(dice, EMBD, 64))
+        writer.add_tensor(f"{name}.ffn_gate.weight", _wide(dice, 128, EMBD))
+        writer.add_tensor(f"{name}.ffn_up.weight", _wide(dice, 128, EMBD))
+        writer.add_tensor(f"{name}.ffn_down.weight", _wide(dice, EMBD, 128))
     _close(writer)
 
 
@@ -119,17 +120,34 @@ def mamba(path: Path, vocabulary_of: Path) -> None:
     _close(writer)
 
 
-def llama(path: Path, vocabulary_of: Path, *, context: int = 2048, adds_bos: bool = False) -> None:
+def llama(
+    path: Path, vocabulary_of: Path, *, context: int = 2048, adds_bos: bool = False, heads: int = 4
+) -> None:
     """Llama: plain attention, thousands of tokens a second.
 
     Its weights are large, so that attention is picky and every token of a prompt shows in the answer, and in
-    single precision, so that what is computed twice is the same.
+    single precision, so that what is computed twice is the same. Two heads are as long as quantized KV needs.
     """
     dice = np.random.default_rng(7)  # of its own: the same model whatever was written before
     writer = _writer(path, "llama", vocabulary_of, _wide(dice, VOCAB, EMBD) / 6, context)
     writer.add_add_bos_token(adds_bos)
-    writer.add_rope_dimension_count(16)
-    _plain_attention(writer, dice)
+    writer.add_rope_dimension_count(EMBD // heads)
+    _plain_attention(writer, dice, heads)
+    _close(writer)
+
+
+def adapter(path: Path) -> None:
+    """A LoRA adapter of rank 4 for ``llama``, strong enough to change every answer."""
+    dice = np.random.default_rng(8)
+    writer = GGUFWriter(str(path), "llama")
+    writer.add_type("adapter")
+    writer.add_string("adapter.type", "lora")
+    writer.add_float32("adapter.lora.alpha", 4.0)
+    for layer in range(LAYERS):
+        writer.add_tensor(f"blk.{layer}.attn_q.weight.lora_a", _wide(dice, 4, EMBD))
+        writer.add_tensor(f"blk.{layer}.attn_q.weight.lora_b", _wide(dice, EMBD, 4))
+        writer.add_tensor(f"blk.{layer}.attn_v.weight.lora_a", _wide(dice, 4, EMBD))
+        writer.add_tensor(f"blk.{layer}.attn_v.weight.lora_b", _wide(dice, 32, 4))
     _close(writer)
 
 
@@ -174,11 +192,11 @@ def _wide(dice: Any, *shape: int) -> Any:
     return (dice.standard_normal(shape) * 0.3).astype(np.float32)
 
 
-def _plain_attention(writer: GGUFWriter, dice: Any) -> None:
+def _plain_attention(writer: GGUFWriter, dice: Any, heads: int = 4) -> None:
     writer.add_vocab_size(VOCAB)
     writer.add_feed_forward_length(128)
-    writer.add_head_count(4)
-    writer.add_head_count_kv(2)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(heads // 2)
     for layer in range(LAYERS):
         name = f"blk.{layer}"
         writer.add_tensor(f"{name}.attn_norm.weight", _ones(EMBD))
