@@ -4,8 +4,9 @@ Precedence, highest first: command line, environment (``POLYKV_LISTEN``, ``POLYK
 lists as JSON), YAML file, default. Unknown keys are refused wherever they come from, because a
 misspelt limit that is silently ignored is worse than a refused start.
 
-``config/polykv.yaml`` lists every key with its default and ``config/schema.json`` is generated from them
-(``python -m polykv_proxy.config > config/schema.json``); tests hold both to ``settings``.
+``config/schema.json`` is generated from ``settings``
+(``python -m polykv_proxy.config > config/schema.json``), and so is what people read, see ``reference``; tests
+hold all of it to them.
 """
 
 from __future__ import annotations

@@ -36,13 +36,13 @@ class EngineSettings(_Section):
     """Attach to a running engine: ``http://host:port`` or ``unix:/path/to.sock``. Unset: start one."""
 
     binary: Path | None = None
-    """llama-server to start. Unset: the patched one that ``engine build`` installed (built on demand)."""
+    """llama-server to start. Unset: the patched one of ``polykv-proxy engine build``, built on demand."""
 
     model: Path | None = None
-    """GGUF file to serve. Unset: the built-in model, SmolLM2-135M-Instruct (fetched on demand)."""
+    """GGUF file to serve. Unset: the built-in model, SmolLM2-135M-Instruct, fetched on demand."""
 
     parallel: int = Field(default=4, ge=1, le=MAX_SEQUENCES)
-    """Slots: requests that run at the same time."""
+    """Slots: requests that run at the same time. ``parallel`` + ``max_pools`` is at most 256."""
 
     ctx_size: int = Field(default=8192, ge=0)
     """KV cells of the engine in tokens, shared by all slots and pools. 0: the model's training context."""
@@ -58,14 +58,16 @@ class EngineSettings(_Section):
     """Prompt tokens, of all requests and pools, that a step may add while others generate; smaller is
     smoother for those and slower for prompts. 0: no cap. Unset: 16 on CPU hosts, no cap on GPUs."""
 
-    args: tuple[str, ...] = ()
-    """Further llama-server arguments, one list item a word. Those that would break pools are refused."""
+    args: tuple[str, ...] = Field(default=(), examples=[["-ngl", "99"]])
+    """Further llama-server arguments, one list item a word. Those that would break pools are refused with the
+    reason."""
 
-    env: dict[str, SecretStr] = Field(default_factory=dict)
-    """Further environment variables of the engine, such as CUDA_VISIBLE_DEVICES."""
+    env: dict[str, SecretStr] = Field(default_factory=dict, examples=[{"CUDA_VISIBLE_DEVICES": "0"}])
+    """Further environment variables of the engine."""
 
     api_key: SecretStr | None = None
-    """Key that the engine demands and that the proxy's own calls carry. Unset: LLAMA_API_KEY, else none."""
+    """Key that the engine demands and that the proxy's own calls carry. Unset: ``$LLAMA_API_KEY``, else
+    none."""
 
     log_dir: Path | None = None
     """Folder of the engine's log files. Unset: the state folder."""
@@ -176,7 +178,7 @@ class DurableSettings(_Section):
 
     enabled: bool = True
     """Whether KV is saved and restored. It stays off where the loaded model does not go on from a file, or
-    the engine's folder is on another host; ``/props`` says why."""
+    the engine is not ours to start; ``GET /props`` says why."""
 
     max_bytes: int = Field(default=20 * 1024**3, ge=0)
     """Bytes that saved KV of one engine may take; the least valuable goes first."""
@@ -223,7 +225,7 @@ class RequestSettings(_Section):
     """Records of the last requests, under ``/polykv/requests``."""
 
     keep: int = Field(default=1000, ge=0, le=100_000)
-    """How many, about 2 kB each at most. 0 keeps none."""
+    """How many are kept, about 2 kB each at most. 0: none."""
 
 
 class LogSettings(_Section):
@@ -269,10 +271,12 @@ class Settings(BaseSettings):
     ``$XDG_STATE_HOME/polykv-proxy`` or ``~/.local/state/polykv-proxy``."""
 
     runtime_dir: Path | None = None
-    """The engine's socket. Unset: ``$RUNTIME_DIRECTORY``, else ``run`` in the state folder."""
+    """Folder of the engine's socket, whose path must stay below 108 bytes. Unset: ``$RUNTIME_DIRECTORY``,
+    else ``run`` in the state folder."""
 
     admin_api_key: SecretStr | None = None
-    """Bearer key that the ``/polykv`` control routes demand. Unset: the engine's key, if there is one."""
+    """Bearer key that the ``/polykv`` control routes demand; better kept in the variable than in a file.
+    Unset: the engine's key, if there is one."""
 
     policy_file: Path | None = None
     """Admission policies, see ``config/policies``; read again when it changes and on SIGHUP. A file that
@@ -299,9 +303,17 @@ class Settings(BaseSettings):
     durable: DurableSettings = DurableSettings()
     requests: RequestSettings = RequestSettings()
     engine: EngineSettings = EngineSettings()
-    engines: tuple[NamedEngine, ...] = ()
-    """Several engines behind this proxy, one item each, such as one for each GPU. A key that an item leaves
-    out is that of ``engine``. Empty: one engine, ``engine``."""
+    engines: tuple[NamedEngine, ...] = Field(
+        default=(),
+        examples=[
+            [
+                {"name": "left", "env": {"CUDA_VISIBLE_DEVICES": "0"}},
+                {"name": "right", "env": {"CUDA_VISIBLE_DEVICES": "1"}},
+            ]
+        ],
+    )
+    """Several engines behind this proxy, one item each, such as one for each GPU; a pool lives on one of
+    them. A key that an item leaves out is that of ``engine``. Empty: one engine, ``engine``."""
 
     @model_validator(mode="before")
     @classmethod
