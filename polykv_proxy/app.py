@@ -17,6 +17,7 @@ import structlog
 import uvloop
 
 from polykv_proxy import __version__
+from polykv_proxy.api import openapi
 from polykv_proxy.api.admission import AdmissionApi
 from polykv_proxy.api.advice import Advice
 from polykv_proxy.api.cache import CacheApi
@@ -42,6 +43,8 @@ from polykv_proxy.runtime import Runtime
 from polykv_proxy.telemetry import configure_logging
 
 if TYPE_CHECKING:
+    from aiohttp import web
+
     from polykv_proxy.edge.upstream import Upstream
     from polykv_proxy.settings import Settings
 
@@ -106,13 +109,7 @@ class Proxy:
             advice = Advice(fleet.first.plane.policy)
             journal = Journal(settings.requests.keep, Runtime.now_ts)
             tps = TpsApi(fleet, control.sees, interval_s=settings.telemetry.tps_interval_s)
-            further = [
-                *advice.routes(control.sees),
-                *RequestsApi(journal.book, control.sees).routes(),
-                *tps.routes(),
-                *AdmissionApi(fleet, control.sees).routes(),
-                *CacheApi(fleet, control.sees).routes(),
-            ]
+            further = further_routes(fleet, control, advice, journal, tps)
             inside = await stack.enter_async_context(
                 InProcess(control.application(settings.max_body_bytes, further))
             )
@@ -179,6 +176,20 @@ class Proxy:
             ) from None
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         log.info("listening", address=self.address, version=__version__)
+
+
+def further_routes(
+    fleet: Fleet, control: ControlApi, advice: Advice, journal: Journal, tps: TpsApi
+) -> list[web.RouteDef]:
+    """The control routes that are not about pools."""
+    return [
+        *openapi.routes(),
+        *advice.routes(control.sees),
+        *RequestsApi(journal.book, control.sees).routes(),
+        *tps.routes(),
+        *AdmissionApi(fleet, control.sees).routes(),
+        *CacheApi(fleet, control.sees).routes(),
+    ]
 
 
 def assemble(  # noqa: PLR0913 - the parts of a proxy

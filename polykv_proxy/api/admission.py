@@ -5,13 +5,14 @@ from __future__ import annotations
 import uuid
 from dataclasses import asdict
 from time import monotonic
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 from aiohttp import web
 
 from polykv_proxy import policy as policies
 from polykv_proxy.api.reply import json_reply
+from polykv_proxy.api.shapes import says
 from polykv_proxy.core.admission import Refused
 from polykv_proxy.core.promises import MAX_PLACES, MAX_TTL_S, Wish
 from polykv_proxy.core.types import PoolId, Scope
@@ -25,11 +26,11 @@ if TYPE_CHECKING:
     from polykv_proxy.fleet import Engine, Fleet
 
 
-class _Places(msgspec.Struct, forbid_unknown_fields=True):
-    """Body of ``POST /polykv/pools/{id}/reserve``."""
+class Places(msgspec.Struct, forbid_unknown_fields=True):
+    """Places that are kept for sessions."""
 
-    sessions: int
-    ttl_s: float
+    sessions: Annotated[int, says(f"How many, 1 to {MAX_PLACES}.")]
+    ttl_s: Annotated[float, says(f"For how many seconds, at most {MAX_TTL_S:g}.")]
 
 
 class AdmissionApi:
@@ -91,7 +92,7 @@ class AdmissionApi:
         """``POST …/{id}/reserve``: places for sessions that will come; all of them, or none."""
         engine, pool = self._pool(request)
         try:
-            wanted = msgspec.json.decode(await request.read(), type=_Places)
+            wanted = msgspec.json.decode(await request.read(), type=Places)
         except msgspec.DecodeError as error:
             raise BadRequestError(f'send {{"sessions": …, "ttl_s": …}}: {error}') from None
         if not 1 <= wanted.sessions <= MAX_PLACES:

@@ -7,7 +7,7 @@ until the proxy stops. Requests that go on in their slot, or open like one befor
 from __future__ import annotations
 
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 import structlog
@@ -21,6 +21,7 @@ from polykv_proxy.runtime import Runtime
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from polykv_proxy.api import shapes_kept
     from polykv_proxy.api.asked import Asked
     from polykv_proxy.api.families import Family
     from polykv_proxy.core.advice import Finding
@@ -105,7 +106,7 @@ class Advice:
 
         return [web.get("/polykv/advice", show)]
 
-    def _document(self, scope: Scope | None) -> dict[str, Any]:
+    def _document(self, scope: Scope | None) -> shapes_kept.Advice:
         return {
             "volatile": [_view(finding) for finding in reversed(self._book.findings(scope))],
             "billing_header": {
@@ -115,7 +116,7 @@ class Advice:
         }
 
 
-def _view(finding: Finding) -> dict[str, Any]:
+def _view(finding: Finding) -> shapes_kept.Finding:
     return {
         "kind": finding.kind.value,
         "section": finding.section,

@@ -13,6 +13,7 @@ from polykv_proxy.errors import BadRequestError, NotFoundError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from polykv_proxy.api import shapes_kept
     from polykv_proxy.core.catalogue import Catalogue, Entry, Tombstone
     from polykv_proxy.core.types import Scope
     from polykv_proxy.durable.service import Durable
@@ -73,8 +74,8 @@ class CacheApi:
         """
         scope, limit = self._sees(request), _limit(request)
         start, seen = _after(request)
-        entries: list[dict[str, Any]] = []
-        gone: list[dict[str, Any]] = []
+        entries: list[shapes_kept.SavedState] = []
+        gone: list[shapes_kept.Tombstone] = []
         following: str | None = None
         for engine, durable in self._savers():
             catalogue = durable.shelf.catalogue
@@ -132,10 +133,10 @@ def _after(request: web.Request) -> tuple[int, int]:
     return int(engine), int(number)
 
 
-def entry_view(engine: str, catalogue: Catalogue, entry: Entry) -> dict[str, Any]:
+def entry_view(engine: str, catalogue: Catalogue, entry: Entry) -> shapes_kept.SavedState:
     """One state as JSON."""
     state, pool = entry.state, entry.state.pool
-    view: dict[str, Any] = {
+    view: shapes_kept.SavedState = {
         "key": state.key,
         "kind": state.kind.value,
         "engine": engine,
@@ -155,7 +156,7 @@ def entry_view(engine: str, catalogue: Catalogue, entry: Entry) -> dict[str, Any
     return view
 
 
-def tombstone_view(engine: str, gone: Tombstone) -> dict[str, Any]:
+def tombstone_view(engine: str, gone: Tombstone) -> shapes_kept.Tombstone:
     """Why a state is gone, as JSON."""
     return {
         "key": gone.key,

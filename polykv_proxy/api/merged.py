@@ -11,6 +11,7 @@ from polykv_proxy.api.identity import without_ours
 from polykv_proxy.errors import PolyKVError, UnavailableError
 
 if TYPE_CHECKING:
+    from polykv_proxy.api import shapes
     from polykv_proxy.edge.exchange import Exchange
     from polykv_proxy.edge.head import Headers
     from polykv_proxy.fleet import Engine, Fleet
@@ -92,7 +93,7 @@ class Merged:
             raise UnavailableError("no engine answers", code="engine_loading", retry_after_s=2)
 
 
-def engine_state(engine: Engine) -> dict[str, Any]:
+def engine_state(engine: Engine) -> shapes.EngineHealth:
     """One engine in a list of all."""
     status, plane = engine.runtime.status, engine.plane
     return {

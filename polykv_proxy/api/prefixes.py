@@ -8,10 +8,11 @@ Rule 3: what the engine cannot render is the caller's mistake, in the engine's w
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgspec
 
+from polykv_proxy.api.shapes import says
 from polykv_proxy.core.types import as_tokens, common_prefix, text_prefix
 from polykv_proxy.errors import BadRequestError, UnavailableError
 
@@ -32,25 +33,34 @@ _PROBES = ("Aardvark", "zebra 7")
 
 
 class PoolRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """Body of ``POST /polykv/pools``."""
+    """What a pool is to hold: exactly one of ``tokens``, ``prompt``, ``messages`` and ``from_session``."""
 
-    tokens: list[int] | None = None
-    prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
-    tools: list[Any] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    from_session: str | None = None
-    n_tokens: int | None = None
-    engine: str | None = None
-    pin: bool = False
-    ttl_s: float | None = None
-    label: str | None = None
+    tokens: Annotated[list[int] | None, says("Token ids.")] = None
+    prompt: Annotated[str | None, says("Text, read as a completion's prompt would be.")] = None
+    messages: Annotated[
+        list[dict[str, Any]] | None,
+        says("The beginning of chats; the pool is what all of them have in common."),
+    ] = None
+    tools: Annotated[list[Any] | None, says("With messages: the chats' tools.")] = None
+    chat_template_kwargs: Annotated[
+        dict[str, Any] | None, says("With messages: the chats' settings of the template.")
+    ] = None
+    from_session: Annotated[
+        str | None, says("What the slot of this session holds now; nothing is computed.")
+    ] = None
+    n_tokens: Annotated[int | None, says("At most so many tokens.")] = None
+    engine: Annotated[str | None, says("Where; else where there is most room.")] = None
+    pin: Annotated[bool, says("Never evict it unasked.")] = False
+    ttl_s: Annotated[float | None, says("Release it when it was out of use for so many seconds.")] = None
+    label: Annotated[str | None, says("A name for people, and for policies.")] = None
 
 
 class ForkRequest(PoolRequest, forbid_unknown_fields=True):
-    """Body of ``POST /polykv/pools/{id}/fork``: the child's full prefix, and optionally where it branches."""
+    """What a child is to hold: its full prefix."""
 
-    branch_pos: int | None = None
+    branch_pos: Annotated[int | None, says("Leading tokens that are the parent's; else all that agree.")] = (
+        None
+    )
 
 
 async def read_wanted(request: web.Request, kind: type[R]) -> R:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import msgspec
 from aiohttp import web
 
 from polykv_proxy.errors import BadRequestError
 
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
-def json_reply(document: dict[str, Any], *, status: int = 200) -> web.Response:
+
+def json_reply(document: Mapping[str, object], *, status: int = 200) -> web.Response:
     """A JSON document."""
     return web.Response(
         body=msgspec.json.encode(document), status=status, content_type="application/json", charset="utf-8"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from aiohttp import web
 
@@ -13,6 +13,7 @@ from polykv_proxy.errors import BadRequestError, NotFoundError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from polykv_proxy.api import shapes_kept
     from polykv_proxy.core.divergence import Divergence
     from polykv_proxy.core.records import RecordBook, RequestRecord
     from polykv_proxy.core.types import Scope
@@ -60,7 +61,7 @@ class RequestsApi:
         return json_reply(request_view(record))
 
 
-def request_view(record: RequestRecord) -> dict[str, Any]:
+def request_view(record: RequestRecord) -> shapes_kept.Request:
     """A record as JSON; unknown is null."""
     return {
         "request_id": record.request_id,
@@ -83,7 +84,7 @@ def request_view(record: RequestRecord) -> dict[str, Any]:
     }
 
 
-def divergence_view(divergence: Divergence) -> dict[str, Any]:
+def divergence_view(divergence: Divergence) -> shapes_kept.Divergence:
     """A divergence as JSON, here and in answers."""
     return {
         "token_index": divergence.token_index,

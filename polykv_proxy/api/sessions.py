@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from polykv_proxy.fleet import Fleet
 
 
-class _Migration(msgspec.Struct, forbid_unknown_fields=True):
-    """Body of ``POST /polykv/sessions/{id}/migrate``."""
+class Migration(msgspec.Struct, forbid_unknown_fields=True):
+    """Where a session's next request attaches."""
 
     pool_id: str
 
@@ -64,7 +64,7 @@ class SessionsApi:
         """``POST …/{id}/migrate``: its next request attaches to another pool; all of it, or nothing."""
         session_id, scope = SessionId(request.match_info["session_id"]), self._sees(request)
         try:
-            wanted = msgspec.json.decode(await request.read(), type=_Migration)
+            wanted = msgspec.json.decode(await request.read(), type=Migration)
         except msgspec.DecodeError as error:
             raise BadRequestError(f'send {{"pool_id": …}}: {error}', param="pool_id") from None
         engine = self._fleet.of_session(session_id, scope)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 import structlog
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from aiohttp_sse import EventSourceResponse
 
+    from polykv_proxy.api import shapes
     from polykv_proxy.core.types import Scope
     from polykv_proxy.fleet import Fleet
 
@@ -97,6 +98,6 @@ class TpsApi:
         except ConnectionResetError:
             pass  # it left
 
-    def _document(self, request: web.Request) -> dict[str, Any]:
+    def _document(self, request: web.Request) -> shapes.Rates:
         now_ts = self._fleet.first.runtime.now_ts()
         return views.rates(self._fleet.planes, self._sees(request), monotonic(), now_ts)

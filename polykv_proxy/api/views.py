@@ -12,6 +12,7 @@ from polykv_proxy.core.keeping import holds_otherwise, is_held, is_orphan, last_
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from polykv_proxy.api import shapes
     from polykv_proxy.core.plane import ControlPlane
     from polykv_proxy.core.pools import PrefixPool
     from polykv_proxy.core.sessions import Session
@@ -115,7 +116,7 @@ def _engine_pools(name: str, plane: ControlPlane, scope: Scope | None) -> dict[s
     }
 
 
-def pool_view(engine: str, plane: ControlPlane, pool: PrefixPool) -> dict[str, Any]:
+def pool_view(engine: str, plane: ControlPlane, pool: PrefixPool) -> shapes.Pool:
     """One pool of an engine; bytes are by ownership."""
     cells = {} if plane.ownership is None else plane.ownership.own
     cell_bytes = None if plane.facts is None else plane.facts.bytes_per_cell
@@ -157,11 +158,11 @@ def pool_view(engine: str, plane: ControlPlane, pool: PrefixPool) -> dict[str, A
     }
 
 
-def sessions(planes: Mapping[str, ControlPlane], scope: Scope | None) -> dict[str, Any]:
+def sessions(planes: Mapping[str, ControlPlane], scope: Scope | None) -> shapes.Sessions:
     """Every session that ``scope`` may see, of each engine the most recently used first."""
     return {
         "sessions": [
-            {"engine": name, **_session(plane, session)}
+            _session(name, plane, session)
             for name, plane in planes.items()
             for session in reversed(list(plane.sessions))
             if scope in (None, session.scope)
@@ -196,7 +197,7 @@ def properties(
     }
 
 
-def _rider(plane: ControlPlane, slot: SlotId, scope: Scope | None) -> dict[str, Any]:
+def _rider(plane: ControlPlane, slot: SlotId, scope: Scope | None) -> shapes.Rider:
     """A slot that shares a pool's cells, and whose it is if ``scope`` may know."""
     session = next((each for each in plane.sessions if each.slot == slot), None)
     suffix = None if plane.ownership is None else plane.ownership.suffix.get(slot)
@@ -214,9 +215,10 @@ def _rider(plane: ControlPlane, slot: SlotId, scope: Scope | None) -> dict[str, 
     }
 
 
-def _session(plane: ControlPlane, session: Session) -> dict[str, Any]:
+def _session(engine: str, plane: ControlPlane, session: Session) -> shapes.Session:
     context = context_of(session, plane.sample, plane.facts)
     return {
+        "engine": engine,
         "session_id": session.session_id,
         "pool_id": session.pool,
         "slot": session.slot,
@@ -232,9 +234,7 @@ def _session(plane: ControlPlane, session: Session) -> dict[str, Any]:
     }
 
 
-def rates(
-    planes: Mapping[str, ControlPlane], scope: Scope | None, now: float, now_ts: float
-) -> dict[str, Any]:
+def rates(planes: Mapping[str, ControlPlane], scope: Scope | None, now: float, now_ts: float) -> shapes.Rates:
     """What the engines do now, and how fast tokens come to each session that ``scope`` may see.
 
     Everything is of the last reading; None where that is too old, or not known yet. Figures of several
@@ -272,7 +272,7 @@ def rates(
 
 def slot_member(
     plane: ControlPlane, slot: SlotId, scope: Scope | None, used: int | None, window: int | None
-) -> dict[str, Any]:
+) -> shapes.SlotMember:
     """The ``opencoti`` member of one slot in ``/slots``.
 
     Args:

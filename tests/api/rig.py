@@ -11,17 +11,15 @@ import aiohttp
 from fake_polykv import FakePolykv
 from yarl import URL
 
+from api import contract
 from polykv_proxy import sampler
-from polykv_proxy.api.admission import AdmissionApi
 from polykv_proxy.api.advice import Advice
-from polykv_proxy.api.cache import CacheApi
 from polykv_proxy.api.control import ControlApi
 from polykv_proxy.api.guard import Guard
 from polykv_proxy.api.journal import Journal
-from polykv_proxy.api.requests import RequestsApi
 from polykv_proxy.api.routes import render_error
 from polykv_proxy.api.tps import TpsApi
-from polykv_proxy.app import assemble
+from polykv_proxy.app import assemble, further_routes
 from polykv_proxy.core.decisions import Lease, PoolPolicy
 from polykv_proxy.core.plane import ControlPlane
 from polykv_proxy.core.slots import Ask
@@ -138,6 +136,7 @@ class Rig:
         fleet: what works for them.
         handlers: what answers for each of them.
         runtime: the first one's control plane at work.
+        control: the application of the control routes.
         problems: what reached the loop's exception handler.
     """
 
@@ -189,14 +188,9 @@ class Rig:
         advice = Advice(self.fleet.first.plane.policy)
         self.journal = Journal(self.settings.requests.keep, Runtime.now_ts)
         self.tps = TpsApi(self.fleet, control.sees, interval_s=self.settings.telemetry.tps_interval_s)
-        further = [
-            *advice.routes(control.sees),
-            *RequestsApi(self.journal.book, control.sees).routes(),
-            *self.tps.routes(),
-            *AdmissionApi(self.fleet, control.sees).routes(),
-            *CacheApi(self.fleet, control.sees).routes(),
-        ]
-        inside = await stack.enter_async_context(InProcess(control.application(1 << 20, further)))
+        further = further_routes(self.fleet, control, advice, self.journal, self.tps)
+        self.control = control.application(1 << 20, further)
+        inside = await stack.enter_async_context(InProcess(self.control))
         routes = assemble(
             self.fleet,
             inside.upstream,
@@ -307,9 +301,11 @@ class Rig:
             yield answer
 
     async def ask(self, path: str, body: Any = None, **options: Any) -> Answer:
-        """A request and its whole answer."""
+        """A request and its whole answer, which is what the OpenAPI document says it is."""
         async with asyncio.timeout(LIVENESS_S), self.open(path, body, **options) as answer:
-            return Answer(answer.status, answer.headers, await answer.read())
+            whole = Answer(answer.status, answer.headers, await answer.read())
+        contract.check(answer.method, path, whole)
+        return whole
 
     def start(self, path: str, body: Any = None, **options: Any) -> asyncio.Task[Answer]:
         """``ask`` on the side; cancel it to leave."""
