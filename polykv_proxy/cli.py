@@ -153,6 +153,22 @@ def _add_engine(commands: Any) -> None:
     check = steps.add_parser("check", help="boot the installed binary on a small model and decode")
     _add_config_option(check)
     check.set_defaults(command=_engine_check)
+    running = steps.add_parser(
+        "run",
+        help="run an engine by itself, for a proxy to attach to",
+        description="Become the engine that serve would start with these settings, without a proxy. A proxy "
+        "attaches to it with --engine-url unix:PATH.",
+    )
+    _add_config_option(running)
+    _add_engine_options(running)
+    running.add_argument(
+        "--socket",
+        type=Path,
+        metavar="PATH",
+        help="where it listens; ends in .sock (default: see runtime_dir)",
+    )
+    running.add_argument("--print", action="store_true", help="print the engine's command line instead")
+    running.set_defaults(command=_engine_run)
 
 
 def _add_config(commands: Any) -> None:
@@ -328,6 +344,22 @@ def _engine_check(args: argparse.Namespace) -> int:
     binary = settings.engine.binary or build.installed(settings.cache_path).binary
     proof = prove.prove(binary, settings.engine.model or model.ensure(settings.cache_path))
     print(f"{binary}: {proof.tokens} tokens decoded, {proof.decode_tps:.0f} tokens/s")
+    return 0
+
+
+def _engine_run(args: argparse.Namespace) -> int:
+    from polykv_proxy.engine import foreground  # noqa: PLC0415
+    from polykv_proxy.engine.launch import spec_from  # noqa: PLC0415
+
+    settings = _settings(args)
+    if settings.engine.url is not None or settings.engines:
+        raise ConfigError("engine.url, engines: this runs one engine, that of the section engine")
+    spec = spec_from(_with_engine(settings), socket=args.socket)
+    for warning in spec.warnings:
+        print(f"polykv-proxy: {warning}", file=sys.stderr)
+    if not args.print:
+        foreground.become(spec)
+    print(foreground.command_line(spec))
     return 0
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import types
@@ -13,7 +14,7 @@ from durable.files import saved, state
 import polykv_proxy
 from polykv_proxy import cli
 from polykv_proxy.durable.store import Store
-from polykv_proxy.engine import build, model, prove
+from polykv_proxy.engine import build, foreground, model, prove
 from polykv_proxy.errors import BuildError, ConfigError, UnavailableError
 
 
@@ -132,6 +133,41 @@ def test_serve_completes_every_engine_that_it_starts(run, calls, monkeypatch, tm
     status, _, complaint = run("serve")
     assert status == 2
     assert "engines.engine-1.model: /nowhere/file: no such file" in complaint
+
+
+def test_engine_run_becomes_the_engine_of_the_settings(run, calls, monkeypatch, tmp_path):
+    """Completed as for serve; the socket where it is asked for."""
+    became = []
+    monkeypatch.setattr(foreground, "become", became.append)
+    monkeypatch.setenv("POLYKV_STATE_DIR", str(tmp_path / "state"))
+    run("engine", "run", "--socket", str(tmp_path / "e.sock"), "--parallel", "2", "--engine-arg", "-v")
+    (spec,) = became
+    assert (spec.socket, spec.slot_dir) == (tmp_path / "e.sock", tmp_path / "state" / "slots-0")
+    assert spec.binary == tmp_path / "engine" / "bin" / "llama-server"
+    assert spec.argv[-1] == "-v"
+    assert spec.argv[spec.argv.index("--parallel") + 1] == "2"
+    assert [name for name, *_ in calls] == ["model.ensure", "build.ensure"]
+
+
+def test_engine_run_prints_the_command_line(run, calls, monkeypatch, tmp_path):
+    """As a shell takes it; nothing is started, and what costs something is said aside."""
+    monkeypatch.setenv("POLYKV_STATE_DIR", str(tmp_path / "st ate"))
+    status, out, aside = run("engine", "run", "--print", "--engine-arg", "--context-shift")
+    words = shlex.split(out)
+    assert status == 0
+    assert words[0] == str(tmp_path / "engine" / "bin" / "llama-server")
+    assert words[words.index("--slot-save-path") + 1] == str(tmp_path / "st ate" / "slots-0")
+    assert "--context-shift: sessions that share cells stop" in aside
+    assert not (tmp_path / "st ate").exists()
+
+
+@pytest.mark.parametrize("variable", ["POLYKV_ENGINE__URL=http://a:1", 'POLYKV_ENGINES=[{"name": "a"}]'])
+def test_engine_run_runs_one_engine_of_its_own(run, calls, monkeypatch, variable):
+    """Not one that runs already, nor one of several."""
+    monkeypatch.setenv(*variable.split("=", 1))
+    status, _, complaint = run("engine", "run")
+    assert (status, calls) == (2, [])
+    assert "this runs one engine, that of the section engine" in complaint
 
 
 @pytest.mark.parametrize("key", ["model", "binary"])

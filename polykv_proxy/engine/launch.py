@@ -48,8 +48,13 @@ def slot_folder(settings: Settings, index: int) -> Path:
     return settings.state_path.absolute() / f"slots-{index}"
 
 
-def spec_from(settings: Settings, index: int = 0) -> EngineSpec:
+def spec_from(settings: Settings, index: int = 0, *, socket: Path | None = None) -> EngineSpec:
     """The engine that the settings describe; ``engine.binary`` and ``engine.model`` must be filled in.
+
+    Args:
+        settings: of its proxy, or of itself.
+        index: its number on this host.
+        socket: where it listens, if not in the runtime folder.
 
     Raises:
         ConfigError: an argument, a variable or a path that cannot work.
@@ -60,7 +65,7 @@ def spec_from(settings: Settings, index: int = 0) -> EngineSpec:
     state_dir = settings.state_path.absolute()
     profile = LaunchProfile(
         model=engine.model.absolute(),
-        socket=settings.runtime_path.absolute() / f"engine-{index}.sock",
+        socket=(socket or settings.runtime_path / f"engine-{index}.sock").absolute(),
         slot_dir=slot_folder(settings, index),
         parallel=engine.parallel,
         ctx_size=engine.ctx_size,

@@ -29,18 +29,17 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from polykv_proxy.engine import logfile
+from polykv_proxy.engine import claims, logfile
 from polykv_proxy.engine.address import EngineAddress
 from polykv_proxy.engine.disk import Disk
 from polykv_proxy.engine.filelock import try_lock
 from polykv_proxy.engine.health import open_session, probe
 from polykv_proxy.engine.record import EngineRecord, stop_recorded
 from polykv_proxy.engine.state import EngineState, EngineStatus
-from polykv_proxy.errors import ConfigError, UnavailableError
+from polykv_proxy.errors import UnavailableError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     import aiohttp
 
@@ -126,32 +125,8 @@ class Supervisor:
         Raises:
             ConfigError: a folder cannot be made or belongs to another running proxy.
         """
-        if self._claims:
-            return
-        spec = self.spec
-        try:
-            for folder in (spec.state_dir, spec.socket.parent, spec.slot_dir):
-                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            spec.log_dir.mkdir(parents=True, exist_ok=True)
-            self._claim("state_dir", spec.state_dir / f"engine-{spec.index}.lock")
-            # a start replaces the socket, so that a second proxy would take a running engine's away
-            self._claim("runtime_dir", spec.socket.with_name(f"{spec.socket.name}.lock"))
-        except OSError as error:
-            self._drop_claims()
-            raise ConfigError(f"state_dir: {error.filename}: {error.strerror}") from None
-        except ConfigError:
-            self._drop_claims()
-            raise
-
-    def _claim(self, key: str, file: Path) -> None:
-        claim = try_lock(file)
-        if claim is None:
-            raise ConfigError(f"{key}: {file.parent} is in use by another polykv-proxy; each needs its own")
-        self._claims.append(claim)
-
-    def _drop_claims(self) -> None:
-        while self._claims:
-            os.close(self._claims.pop())
+        if not self._claims:
+            self._claims = claims.claim_folders(self.spec)
 
     async def run(self) -> None:
         """Keep the engine running until :meth:`stop`.
@@ -176,7 +151,7 @@ class Supervisor:
             self._report(EngineState.DOWN, "stopped")
             self._running = False
             self._stopped.set()
-            self._drop_claims()
+            claims.drop(self._claims)
 
     async def stop(self, deadline_s: float) -> None:
         """Ask the engine to end and return when it has; kill it after ``deadline_s`` seconds."""

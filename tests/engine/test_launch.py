@@ -27,6 +27,13 @@ def test_every_engine_has_files_of_its_own(tmp_path):
     assert str(spec.slot_dir) in spec.argv
 
 
+def test_a_socket_may_be_somewhere_else(tmp_path):
+    """Where a proxy looks for it, say; the rest stays."""
+    spec = spec_from(settings(tmp_path), socket=tmp_path / "gpu.sock")
+    assert spec.argv[spec.argv.index("--host") + 1] == str(spec.socket) == str(tmp_path / "gpu.sock")
+    assert spec.slot_dir == tmp_path / "state" / "slots-0"
+
+
 def test_what_the_settings_say_reaches_the_engine(tmp_path):
     """Sizes, arguments, variables, key, times."""
     spec = spec_from(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from polykv_proxy.engine import health, logfile
+from polykv_proxy.engine import claims, health, logfile
 from polykv_proxy.engine import supervisor as supervisor_module
 from polykv_proxy.engine.filelock import try_lock
 from polykv_proxy.engine.launch import EngineSpec
@@ -250,7 +250,7 @@ async def start_and_abandon(case):
     supervisor = Supervisor(case.spec, case.log)
     supervisor.prepare()
     child = await supervisor._spawn()
-    supervisor._drop_claims()
+    claims.drop(supervisor._claims)
     while not case.spec.socket.exists():
         await asyncio.sleep(0.01)
     return child

@@ -1,0 +1,53 @@
+"""An engine's folders belong to whoever runs it, for as long as that lives."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from polykv_proxy.engine.filelock import try_lock
+from polykv_proxy.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from polykv_proxy.engine.launch import EngineSpec
+
+
+def claim_folders(spec: EngineSpec) -> list[int]:
+    """Make an engine's folders and claim them.
+
+    Returns:
+        Descriptors that hold the claims until they and every copy of them are closed.
+
+    Raises:
+        ConfigError: a folder cannot be made, or belongs to somebody else who runs.
+    """
+    claims: list[int] = []
+    try:
+        for folder in (spec.state_dir, spec.socket.parent, spec.slot_dir):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        spec.log_dir.mkdir(parents=True, exist_ok=True)
+        claims.append(_claim("state_dir", spec.state_dir / f"engine-{spec.index}.lock"))
+        # a start replaces the socket, so that a second engine would take a running one's away
+        claims.append(_claim("runtime_dir", spec.socket.with_name(f"{spec.socket.name}.lock")))
+    except OSError as error:
+        drop(claims)
+        raise ConfigError(f"state_dir: {error.filename}: {error.strerror}") from None
+    except ConfigError:
+        drop(claims)
+        raise
+    return claims
+
+
+def drop(claims: list[int]) -> None:
+    """Give them up; the list is empty afterwards."""
+    while claims:
+        os.close(claims.pop())
+
+
+def _claim(key: str, file: Path) -> int:
+    claim = try_lock(file)
+    if claim is None:
+        raise ConfigError(f"{key}: {file.parent} is in use by another polykv-proxy; each needs its own")
+    return claim

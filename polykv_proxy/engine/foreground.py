@@ -1,0 +1,42 @@
+"""Becoming an engine: for a service manager that runs engines by themselves, to which a proxy attaches.
+
+Rule 1: it is the engine that a proxy of these settings would start: same binary, arguments and environment.
+Rule 2: this process becomes the engine, so that its owner's signals reach it and nothing stands in between.
+Rule 3: the folders are claimed for as long as it lives; a second one with the same folders does not start.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+from typing import TYPE_CHECKING, NoReturn
+
+from polykv_proxy.engine.claims import claim_folders
+from polykv_proxy.errors import EngineStartError
+
+if TYPE_CHECKING:
+    from polykv_proxy.engine.launch import EngineSpec
+
+
+def command_line(spec: EngineSpec) -> str:
+    """The engine's command as a shell would take it."""
+    return shlex.join([str(spec.binary), *spec.argv])
+
+
+def become(spec: EngineSpec) -> NoReturn:
+    """Replace this process by the engine.
+
+    Raises:
+        ConfigError: a folder cannot be made, or another engine has it.
+        EngineStartError: the binary cannot be run.
+    """
+    for claim in claim_folders(spec):
+        os.set_inheritable(claim, True)
+    spec.socket.unlink(missing_ok=True)  # llama-server does not replace an existing one
+    for ignored in (signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(ignored, signal.SIG_DFL)  # what Python ignores stays ignored otherwise
+    try:
+        os.execve(spec.binary, [str(spec.binary), *spec.argv], dict(spec.env))  # noqa: S606 - no shell
+    except OSError as error:
+        raise EngineStartError(f"cannot start {spec.binary}: {error.strerror or error}") from None
