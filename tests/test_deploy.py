@@ -11,78 +11,172 @@ import yaml
 
 from polykv_proxy import config
 from polykv_proxy.cli import _parser
+from polykv_proxy.core.types import PoolNumber
+from polykv_proxy.engine.poolfiles import CopyLimits, PoolFiles
 from polykv_proxy.settings import Settings
 
 ROOT = Path(__file__).parents[1]
-UNIT = ROOT / "deploy" / "polykv-proxy.service"
+DEPLOY = ROOT / "deploy"
+UNIT = DEPLOY / "polykv-proxy.service"
+ENGINE_UNIT = DEPLOY / "polykv-engine@.service"
+UNITS = (UNIT, ENGINE_UNIT)
+TMPFILES = DEPLOY / "polykv-proxy.tmpfiles.conf"
 MAX_EXPOSURE = 2.5
+PROGRAM = "/opt/polykv-proxy/venv/bin/polykv-proxy"
+SPECIFIERS = {"%i": "0", "%t": "/run", "%C": "/var/cache"}
 
 
-@pytest.fixture(scope="module")
-def service():
-    """Options of the ``[Service]`` section; of one that is given several times, the last."""
-    section = UNIT.read_text().partition("[Service]\n")[2].partition("\n[")[0]
-    return dict(line.split("=", 1) for line in section.splitlines() if line and not line.startswith("#"))
+def options(unit):
+    """Options of a unit's ``[Service]`` section with all that each is given; of a template, instance 0."""
+    section = unit.read_text().partition("[Service]\n")[2].partition("\n[")[0]
+    found = {}
+    for line in section.splitlines():
+        if line and not line.startswith("#"):
+            name, value = line.split("=", 1)
+            for specifier, text in SPECIFIERS.items():
+                value = value.replace(specifier, text)
+            found.setdefault(name, []).append(value)
+    return found
 
 
-def systemd_analyze(*args):
-    """Run systemd-analyze; `make test` installs it, and without it there is nothing to prove here."""
-    tool = shutil.which("systemd-analyze")
-    assert tool, "systemd-analyze is missing; install it (Debian: apt install systemd)"
-    return subprocess.run([tool, *args], capture_output=True, text=True, check=False)
+def systemd(tool, *args):
+    """Run one of its tools; `make test` installs them, and without them there is nothing to prove here."""
+    path = shutil.which(tool)
+    assert path, f"{tool} is missing; install it (Debian: apt install systemd)"
+    return subprocess.run([path, *args], capture_output=True, text=True, check=False)
 
 
-def test_systemd_accepts_the_unit(tmp_path):
-    """No unknown option, no value that systemd would ignore."""
+def test_nothing_in_the_folder_is_without_a_test():
+    """What operators install is looked at here, file by file."""
+    assert {path.name for path in DEPLOY.iterdir()} == {
+        *(each.name for each in (*UNITS, TMPFILES)),
+        *("alerts.yml", "grafana-dashboard.json"),
+    }
+
+
+@pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.name)
+def test_systemd_accepts_the_unit(unit, tmp_path):
+    """No unknown option, no value that systemd would ignore; of a template, an instance."""
     program = tmp_path / "polykv-proxy"
     program.write_text("#!/bin/sh\n")
     program.chmod(0o755)
-    unit = tmp_path / UNIT.name
-    unit.write_text(UNIT.read_text().replace("/opt/polykv-proxy/venv/bin/polykv-proxy", str(program)))
-    done = systemd_analyze("verify", "--man=no", str(unit))
-    complaints = [line for line in done.stderr.splitlines() if UNIT.name in line]
+    installed = tmp_path / unit.name.replace("@.", "@0.")
+    installed.write_text(unit.read_text().replace(PROGRAM, str(program)))
+    done = systemd("systemd-analyze", "verify", "--man=no", str(installed))
+    complaints = [line for line in done.stderr.splitlines() if installed.name in line]
     assert (done.returncode, complaints) == (0, [])
 
 
-def test_sandbox_is_tight():
+@pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.name)
+def test_sandbox_is_tight(unit):
     """Systemd's own rating, 0 (best) to 10."""
-    done = systemd_analyze("security", "--offline=true", "--no-pager", str(UNIT))
+    done = systemd("systemd-analyze", "security", "--offline=true", "--no-pager", str(unit))
     rating = re.search(r"Overall exposure level for \S+: ([\d.]+)", done.stdout)
     assert rating, done.stdout + done.stderr
     assert float(rating[1]) <= MAX_EXPOSURE
 
 
-def test_only_the_proxy_is_asked_to_stop_and_has_the_time_for_it(service):
-    """The engine is the proxy's to stop, after the drain."""
+def test_only_the_proxy_is_asked_to_stop_and_has_the_time_for_it():
+    """The engine is the proxy's to stop, after the drain; one by itself is stopped by its unit."""
     settings = Settings()
-    assert service["KillMode"] == "mixed"
-    assert int(service["TimeoutStopSec"]) > (
+    proxy, engine = map(options, UNITS)
+    assert proxy["KillMode"] == engine["KillMode"] == ["mixed"]
+    assert int(proxy["TimeoutStopSec"][0]) > (
         settings.drain_s + settings.durable.drain_s + settings.engine.stop_deadline_s
     )
+    assert int(engine["TimeoutStopSec"][0]) > settings.engine.stop_deadline_s
+    assert "Before=polykv-proxy.service" in ENGINE_UNIT.read_text()
 
 
-def test_unit_runs_a_command_that_exists(service):
-    """The arguments in the unit are arguments of this version."""
-    program, *args = service["ExecStart"].split()
-    assert program.endswith("/bin/polykv-proxy")
+def test_units_run_commands_that_exist():
+    """The arguments in the units are arguments of this version."""
+    (command,) = options(UNIT)["ExecStart"]
+    program, *args = command.split()
+    assert program == PROGRAM
     assert _parser().parse_args(args).config == Path("/etc/polykv-proxy/polykv.yaml")
+    (command,) = options(ENGINE_UNIT)["ExecStart"]
+    program, *args = command.split()
+    assert program == PROGRAM
+    assert _parser().parse_args(args).socket == Path("/run/polykv-engine/0/engine.sock")
 
 
-def test_unit_sets_only_known_variables(service, monkeypatch):
-    """A variable that the proxy refuses would keep the service from starting."""
-    name, _, value = service["Environment"].partition("=")
-    monkeypatch.setenv(name, value)
-    assert config.load().cache_dir == Path(value)
+@pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.name)
+def test_units_set_only_known_variables(unit, monkeypatch):
+    """A variable that is refused would keep the service from starting."""
+    given = dict(each.split("=", 1) for each in options(unit)["Environment"])
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    assert config.load().cache_dir == Path(given["POLYKV_CACHE_DIR"])
 
 
-def test_guide_and_unit_agree(service):
-    """The guide names the paths that the unit uses."""
+def test_an_engines_own_file_may_say_what_the_unit_says_it_may(monkeypatch):
+    """The variables that its comment names, as systemd reads them."""
+    (line,) = re.findall(r"^# what to serve, and how: (.*)$", ENGINE_UNIT.read_text(), re.MULTILINE)
+    given = {"MODEL": "/srv/models/m.gguf", "PARALLEL": "4"}
+    for name, value in re.findall(r"(POLYKV_\w+)=(\[.*?\]|\.\.\.)", line):
+        monkeypatch.setenv(name, given.get(name.rpartition("_")[2], value))
+    engine = config.load().engine
+    assert (str(engine.model), engine.parallel, engine.args) == ("/srv/models/m.gguf", 4, ("-ngl", "99"))
+
+
+def test_both_units_are_one_user_with_one_cache():
+    """So that the proxy, and nobody else, reaches the socket, and the engine that was built is there once."""
+    proxy, engine = map(options, UNITS)
+    for same in ("User", "DynamicUser", "UMask", "CacheDirectory", "CacheDirectoryMode"):
+        assert proxy.get(same) == engine.get(same)
+    assert proxy["User"] == ["polykv-proxy"]
+    assert proxy["DynamicUser"] == ["yes"]
+    assert engine["RuntimeDirectoryMode"] == ["0700"]
+    socket = options(ENGINE_UNIT)["ExecStart"][0].split()[-1]
+    assert Path(socket).parent == Path("/run", *engine["RuntimeDirectory"])
+    # what is kept when a unit stops would go where only its own unit sees it
+    assert "RuntimeDirectoryPreserve" not in engine
+
+
+def test_the_engine_is_sandboxed_as_the_proxy_is():
+    """And has no network in addition."""
+    proxy, engine = map(options, UNITS)
+    own = {"PrivateNetwork", "RestrictAddressFamilies", "IPAddressDeny", "IPAddressAllow"}
+    tight = {
+        name for name in proxy if name.startswith(("Protect", "Restrict", "Private", "System", "Device"))
+    }
+    tight |= {"NoNewPrivileges", "CapabilityBoundingSet", "AmbientCapabilities", "LockPersonality"}
+    assert {name: proxy[name] for name in tight - own} == {name: engine.get(name) for name in tight - own}
+    assert (engine["PrivateNetwork"], engine["RestrictAddressFamilies"]) == (["yes"], ["AF_UNIX"])
+
+
+def test_folders_are_made_and_leftovers_go_at_boot(tmp_path):
+    """By systemd itself, below another root; nothing but pools of a stock engine is removed."""
+    slots = tmp_path / "var/lib/private/polykv-engine/0/slots-0"
+    slots.mkdir(parents=True)
+    for name in ("polykv-pool-ab12cd34-0.bin", "kv-1.bin"):
+        (slots / name).touch()
+    running = ("systemd-tmpfiles", "--create", "--remove", f"--root={tmp_path}", str(TMPFILES))
+    for boot, left in (((), 2), (("--boot",), 1)):
+        done = systemd(*running, *boot)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert len(list(slots.iterdir())) == left
+    assert (tmp_path / "etc/polykv-proxy/secrets.env").stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / "srv/models").stat().st_mode & 0o777 == 0o755
+    assert PoolFiles(CopyLimits(1)).name(PoolNumber(0)).startswith("polykv-pool-")
+
+
+def test_guides_and_units_agree():
+    """The guides name the paths that the units use."""
     guide = (ROOT / "docs" / "how-to" / "deploy-systemd.md").read_text()
-    assert service["ExecStart"].split()[0] in guide
+    service = {name: values[-1] for name, values in options(UNIT).items()}
+    assert PROGRAM in guide
     assert "/etc/polykv-proxy/polykv.yaml" in guide
     assert service["EnvironmentFile"].lstrip("-") in guide
     assert f"/var/cache/{service['CacheDirectory']}" in guide
     assert f"/var/lib/{service['StateDirectory']}/engine-0.log" in guide
+    guide += (ROOT / "docs" / "how-to" / "several-engines.md").read_text()
+    for path in (*UNITS, TMPFILES):
+        assert f"deploy/{path.name}" in guide
+    own, secrets = options(ENGINE_UNIT)["EnvironmentFile"]
+    assert own in guide
+    assert secrets.lstrip("-") in guide
+    assert options(ENGINE_UNIT)["ExecStart"][0].split()[-1] in guide
 
 
 # -- Prometheus and Grafana -------------------------------------------------------------------------------
