@@ -119,7 +119,7 @@ class Shelf:
     async def open(self) -> str | None:
         """Read what is there, once; returns why it cannot be used, or None."""
         if not self._on_this_host:
-            return "the engine saves on another host"
+            return "the proxy did not start this engine, so it does not know where it saves"
         if self._opened:
             return None
         try:

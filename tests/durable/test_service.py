@@ -118,7 +118,7 @@ async def test_an_engine_of_somebody_elses_is_on_another_host():
     facts = EngineFacts("e", 1, 1, 10, 10, 1, "b")
     known = await durable.meet(facts, Capability.ZERO_COPY, {"a": "b"})
     assert known
-    assert durable.status()["reason"] == "the engine saves on another host"
+    assert "did not start this engine" in durable.status()["reason"]
     assert durable.is_settled
 
 

@@ -168,7 +168,7 @@ async def test_what_is_said_of_a_pool_changes(tmp_path):
 async def test_a_folder_on_another_host_is_never_touched():
     """It says so."""
     shelf = Shelf(None, Retention(), Metrics(ControlPlane(max_waiting=1)), lambda: 0.0)
-    assert await shelf.open() == "the engine saves on another host"
+    assert await shelf.open() == "the proxy did not start this engine, so it does not know where it saves"
     assert not shelf.on
     assert shelf.status()["state"] == "off"
 

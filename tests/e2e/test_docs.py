@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
+import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from e2e.harness import PATIENCE_S, Served, serve
+from e2e.harness import PATIENCE_S, Served, bare_engine, serve
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -24,6 +27,12 @@ def steps_of(page: str) -> list[tuple[str, str]]:
     """The ``sh`` blocks of a page, each with what it prints by the block behind it; empty if it has none."""
     step = re.compile(r"^```sh\n(.*?)^```\n(?:\n```\n(.*?)^```$)?", re.MULTILINE | re.DOTALL)
     return step.findall((DOCS / page).read_text())
+
+
+def blocks_of(page: str, kind: str = "") -> list[str]:
+    """The blocks of a page of one kind, in order; by default those without."""
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", (DOCS / page).read_text(), re.MULTILINE | re.DOTALL)
+    return [text for name, text in found if name == kind]
 
 
 def serve_arguments(page: str) -> list[str]:
@@ -102,6 +111,82 @@ async def test_compaction_how_to(patched: Path, smollm: Path, tmp_path: Path) ->
     assert next_turn[0] < 40
     assert next_turn[1] == length
     assert next_turn[2] - next_turn[3] in (0, 1)  # the last token that was generated is in no cell yet
+
+
+async def test_troubleshooting_how_to(patched: Path, smollm: Path, tmp_path: Path) -> None:
+    """Every command of the page works, those in its tables too; its messages are tested elsewhere."""
+    page = "how-to/troubleshooting.md"
+    (first,) = shell_blocks(page)
+    asked = set(re.findall(r"`(curl [^`]*)`", (DOCS / page).read_text()))
+    assert len(asked) >= 5
+    async with serve(tmp_path) as served:
+        looked = await run(f"cd {ROOT}\n{first}", served)
+        assert looked.startswith('{"status":"ok"}')
+        assert '"capability": "zero_copy"' in looked
+        assert "max_depth: 1024" in looked
+        for command in asked:
+            assert "error" not in json.loads(await run(command, served))
+
+
+async def test_several_engines_how_to(patched: Path, smollm: Path, tmp_path: Path) -> None:
+    """Every command prints what the page says, with its own configuration; units have tests of their own."""
+    page = "how-to/several-engines.md"
+    (tmp_path / "two.yaml").write_text(blocks_of(page, "yaml")[0])
+    (line,) = re.findall(r"^\.venv/bin/polykv-proxy serve(.*)$", (DOCS / page).read_text(), re.MULTILINE)
+    assert line.split() == ["--config", "two.yaml"]
+    async with serve(tmp_path, "--config", str(tmp_path / "two.yaml"), engines=2) as served:
+        steps = [step for step in steps_of(page) if "sudo" not in step[0]]
+        assert [bool(printed) for _, printed in steps] == [True] * 3
+        for command, printed in steps:
+            assert await run(command, served) == printed
+
+
+async def test_attaching_how_to_patched(patched: Path, smollm: Path, tmp_path: Path) -> None:
+    """The command that is printed starts an engine, and the page says what the proxy finds."""
+    page = "how-to/attach-to-an-engine.md"
+    look, printing = shell_blocks(page)
+    socket = tmp_path / "engine.sock"
+    script = printing.replace("/tmp/polykv/engine.sock", str(socket))
+    env = {**os.environ, "POLYKV_STATE_DIR": str(tmp_path / "engine"), "POLYKV_ENGINE__BINARY": str(patched)}
+    done = await asyncio.to_thread(
+        subprocess.run, ["bash", "-c", script], cwd=ROOT, env=env, capture_output=True, text=True, check=True
+    )
+    (tmp_path / "engine" / "slots-0").mkdir(parents=True)
+    with (tmp_path / "engine.log").open("wb") as log:
+        engine = await asyncio.create_subprocess_exec(*shlex.split(done.stdout), stdout=log, stderr=log)
+    try:
+        async with serve(tmp_path, "--engine-url", f"unix:{socket}") as served:
+            assert await run(look, served) == blocks_of(page)[1]
+    finally:
+        engine.terminate()
+        await engine.wait()
+
+
+@pytest.mark.parametrize("left_out", ["", "--slot-save-path", "--parallel --cache-ram"])
+async def test_attaching_how_to_stock(stock: Path, smollm: Path, tmp_path: Path, left_out: str) -> None:
+    """The command of the page, whole and without each option whose absence the page explains."""
+    page = "how-to/attach-to-an-engine.md"
+    words = blocks_of(page)[2].split()[3:]
+    options = dict(zip(words[::2], words[1::2], strict=True))
+    del options["--port"]
+    options["--slot-save-path"] = str(tmp_path)
+    reasons = dict(
+        re.findall(r"^\| `(--[\w -]+)` \| `(and slot files .*)` \|$", (DOCS / page).read_text(), re.MULTILINE)
+    )
+    assert set(reasons) == {"--slot-save-path", "--parallel --cache-ram"}
+    for option in left_out.split():
+        del options[option]
+    arguments = [word for option in options.items() for word in option]
+    async with (
+        bare_engine(stock, smollm, tmp_path / "engine", *arguments) as engine,
+        serve(tmp_path, "--engine-url", engine.base) as served,
+    ):
+        out = await run(shell_blocks(page)[0], served)
+        if left_out:
+            assert out.startswith("relay - ")
+            assert reasons[left_out] in out
+        else:
+            assert out == blocks_of(page)[3]
 
 
 def test_links_between_documents_lead_somewhere() -> None:
