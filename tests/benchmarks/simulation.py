@@ -155,42 +155,42 @@ class Static(Limiter):
         return engine.inside < int(self.limit)
 
 
-class Aimd(Static):
+class Adaptive(Static):
+    """A limit that follows what sessions get, looked at once a second."""
+
+    def __init__(self, floor: float) -> None:
+        super().__init__(1.0)
+        self.floor = floor
+        self.next = 0.0
+
+    def on_look(self, engine: Engine, look: Look) -> tuple[list[Client], list[Client]]:
+        if look.mean_tps is not None and look.taken_at >= self.next:
+            self.next = look.taken_at + 1.0
+            self.limit = self.adapted(engine.inside, look.mean_tps)
+        return [], []
+
+    def adapted(self, inside: int, mean_tps: float) -> float:
+        """The next limit."""
+        raise NotImplementedError
+
+
+class Aimd(Adaptive):
     """One more each second while the floor is kept and the limit is used, a tenth less when it is not."""
 
-    def __init__(self, floor: float) -> None:
-        super().__init__(1.0)
-        self.floor = floor
-        self.next = 0.0
-
-    def on_look(self, engine: Engine, look: Look) -> tuple[list[Client], list[Client]]:
-        if look.mean_tps is None or look.taken_at < self.next:
-            return [], []
-        self.next = look.taken_at + 1.0
-        if look.mean_tps < self.floor:
-            self.limit = max(1.0, self.limit * 0.9)
-        elif engine.inside >= 0.8 * self.limit:
-            self.limit += 1.0
-        return [], []
+    def adapted(self, inside: int, mean_tps: float) -> float:
+        if mean_tps < self.floor:
+            return max(1.0, self.limit * 0.9)
+        return self.limit + 1.0 if inside >= 0.8 * self.limit else self.limit
 
 
-class Gradient(Static):
+class Gradient(Adaptive):
     """Netflix's gradient, with the floor's time for a token as the one to hold: limit x gradient + root."""
 
-    def __init__(self, floor: float) -> None:
-        super().__init__(1.0)
-        self.floor = floor
-        self.next = 0.0
-
-    def on_look(self, engine: Engine, look: Look) -> tuple[list[Client], list[Client]]:
-        if look.mean_tps is None or look.taken_at < self.next:
-            return [], []
-        self.next = look.taken_at + 1.0
-        gradient = max(0.5, min(1.0, look.mean_tps / self.floor))
-        if engine.inside >= 0.5 * self.limit:
-            self.limit = 0.8 * self.limit + 0.2 * (self.limit * gradient + self.limit**0.5)
-            self.limit = max(1.0, self.limit)
-        return [], []
+    def adapted(self, inside: int, mean_tps: float) -> float:
+        if inside < 0.5 * self.limit:
+            return self.limit
+        gradient = max(0.5, min(1.0, mean_tps / self.floor))
+        return max(1.0, 0.8 * self.limit + 0.2 * (self.limit * gradient + self.limit**0.5))
 
 
 class OurGate(Limiter):
