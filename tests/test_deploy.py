@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from polykv_proxy import config
-from polykv_proxy.cli import _parser
+from polykv_proxy.cli.main import parser
 from polykv_proxy.core.types import PoolNumber
 from polykv_proxy.engine.poolfiles import CopyLimits, PoolFiles
 from polykv_proxy.settings import Settings
@@ -93,11 +93,11 @@ def test_units_run_commands_that_exist():
     (command,) = options(UNIT)["ExecStart"]
     program, *args = command.split()
     assert program == PROGRAM
-    assert _parser().parse_args(args).config == Path("/etc/polykv-proxy/polykv.yaml")
+    assert parser().parse_args(args).config == Path("/etc/polykv-proxy/polykv.yaml")
     (command,) = options(ENGINE_UNIT)["ExecStart"]
     program, *args = command.split()
     assert program == PROGRAM
-    assert _parser().parse_args(args).socket == Path("/run/polykv-engine/0/engine.sock")
+    assert parser().parse_args(args).socket == Path("/run/polykv-engine/0/engine.sock")
 
 
 @pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.name)

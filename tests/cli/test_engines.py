@@ -1,0 +1,74 @@
+"""Claims about ``cli.engines``: arguments reach the build, and a process becomes an engine."""
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from polykv_proxy.engine import build, foreground
+
+
+def test_engine_build(run, calls, tmp_path):
+    """Arguments reach the request; the path of the binary is the output."""
+    status, out, _ = run(
+        *("engine", "build", "--source", "/src", "--jobs", "3"),
+        *("--cmake-arg=-DGGML_CUDA=ON", "--cmake-arg", "-DX=Y", "--no-check"),
+    )
+    assert (status, out) == (0, f"{tmp_path}/engine/bin/llama-server\n")
+    (request,) = calls[-1][1]
+    assert request == build.BuildRequest(
+        cache=tmp_path / "cache",
+        source=Path("/src"),
+        jobs=3,
+        cmake_args=("-DGGML_CUDA=ON", "-DX=Y"),
+        check=False,
+    )
+
+
+def test_engine_path_and_check(run, calls, tmp_path):
+    """Both binaries have a path; a check says what it saw."""
+    assert run("engine", "path")[1] == f"{tmp_path}/engine/bin/llama-server\n"
+    assert run("engine", "path", "--stock")[1] == f"{tmp_path}/engine/bin/llama-server-stock\n"
+    assert run("engine", "check")[1] == f"{tmp_path}/engine/bin/llama-server: 8 tokens decoded, 42 tokens/s\n"
+
+
+def test_engine_path_without_an_engine(run):
+    """One line with the next step."""
+    status, out, err = run("engine", "path")
+    assert (status, out) == (1, "")
+    assert err == "polykv-proxy: no engine is installed; build it with `polykv-proxy engine build`\n"
+
+
+def test_engine_run_becomes_the_engine_of_the_settings(run, calls, monkeypatch, tmp_path):
+    """Completed as for serve; the socket where it is asked for."""
+    became = []
+    monkeypatch.setattr(foreground, "become", became.append)
+    monkeypatch.setenv("POLYKV_STATE_DIR", str(tmp_path / "state"))
+    run("engine", "run", "--socket", str(tmp_path / "e.sock"), "--parallel", "2", "--engine-arg", "-v")
+    (spec,) = became
+    assert (spec.socket, spec.slot_dir) == (tmp_path / "e.sock", tmp_path / "state" / "slots-0")
+    assert spec.binary == tmp_path / "engine" / "bin" / "llama-server"
+    assert spec.argv[-1] == "-v"
+    assert spec.argv[spec.argv.index("--parallel") + 1] == "2"
+    assert [name for name, *_ in calls] == ["model.ensure", "build.ensure"]
+
+
+def test_engine_run_prints_the_command_line(run, calls, monkeypatch, tmp_path):
+    """As a shell takes it; nothing is started, and what costs something is said aside."""
+    monkeypatch.setenv("POLYKV_STATE_DIR", str(tmp_path / "st ate"))
+    status, out, aside = run("engine", "run", "--print", "--engine-arg", "--context-shift")
+    words = shlex.split(out)
+    assert status == 0
+    assert words[0] == str(tmp_path / "engine" / "bin" / "llama-server")
+    assert words[words.index("--slot-save-path") + 1] == str(tmp_path / "st ate" / "slots-0")
+    assert "--context-shift: sessions that share cells stop" in aside
+    assert not (tmp_path / "st ate").exists()
+
+
+@pytest.mark.parametrize("variable", ["POLYKV_ENGINE__URL=http://a:1", 'POLYKV_ENGINES=[{"name": "a"}]'])
+def test_engine_run_runs_one_engine_of_its_own(run, calls, monkeypatch, variable):
+    """Not one that runs already, nor one of several."""
+    monkeypatch.setenv(*variable.split("=", 1))
+    status, _, complaint = run("engine", "run")
+    assert (status, calls) == (2, [])
+    assert "this runs one engine, that of the section engine" in complaint
