@@ -7,6 +7,7 @@ for name in (
     "fanout",
     "relay",
     "matching",
+    "attach",
     "status",
     "rates",
     "leaving",
@@ -14,6 +15,7 @@ for name in (
     "ramp",
     "catalogue",
     "durable",
+    "saving",
     "reading",
 ):
     print(f"== {name}", flush=True)

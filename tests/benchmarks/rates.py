@@ -51,7 +51,10 @@ INTERVAL_S = 0.1
 
 @contextlib.asynccontextmanager
 async def serving(
-    *, engine: dict[str, object] | None = None, telemetry: dict[str, object] | None = None
+    *,
+    engine: dict[str, object] | None = None,
+    telemetry: dict[str, object] | None = None,
+    durable: dict[str, object] | None = None,
 ) -> AsyncIterator[Proxy]:
     """The whole proxy with the built-in model, and an engine of its own; with these settings changed."""
     settings = config.load()
@@ -60,6 +63,7 @@ async def serving(
         update = {
             "engine": settings.engine.model_copy(update=chosen | (engine or {})),
             "telemetry": settings.telemetry.model_copy(update=telemetry or {}),
+            "durable": settings.durable.model_copy(update=durable or {}),
             "state_dir": Path(folder),
             "runtime_dir": Path(folder) / "run",
             "listen": "127.0.0.1:0",
