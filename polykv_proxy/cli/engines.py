@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def add_to(commands: Any) -> None:
     """Add them."""
-    engine = commands.add_parser("engine", help="build and check the patched llama-server")
+    engine = commands.add_parser("engine", help="build, check and run the patched llama-server")
     steps = engine.add_subparsers(required=True, metavar="STEP")
     build = steps.add_parser("build", help="fetch, patch, build, check and install; quick when done before")
     add_config_option(build)

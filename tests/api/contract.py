@@ -31,8 +31,9 @@ def check(method: str, target: str, answer: Answer) -> None:
     Raises:
         ContractError: it is something else.
     """
-    path = unquote(target.partition("?")[0])
-    found = _operation(method.lower(), path)
+    raw = target.partition("?")[0]
+    path = unquote(raw)
+    found = _operation(method.lower(), raw) or _operation(method.lower(), path)
     if method in ("HEAD", "OPTIONS") or not (found or path.startswith("/polykv")):
         return
     if not path.startswith("/polykv") and not _is_ours(answer):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from e2e.harness import LOOK_S, PATIENCE_S, Http, serve
 from e2e.test_pools import SYSTEM
+from e2e.tiny_models import llama
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -64,6 +65,12 @@ async def unit(folder: Path, model: Path, **variables: str) -> AsyncIterator[tup
                 await process.wait()
 
 
+def quick_model(folder: Path, smollm: Path) -> Path:
+    """One that answers with noise, at once."""
+    llama(folder / "llama.gguf", smollm)
+    return folder / "llama.gguf"
+
+
 async def test_a_proxy_attaches_to_the_units_engine(patched: Path, smollm: Path, tmp_path: Path) -> None:
     """Pools work, the socket is its user's alone, and the engine outlives its proxy; one SIGTERM ends it."""
     url = f"unix:{tmp_path}/polykv-engine/0/engine.sock"
@@ -72,7 +79,8 @@ async def test_a_proxy_attaches_to_the_units_engine(patched: Path, smollm: Path,
         "max_tokens": 4,
         "opencoti": {},
     }
-    async with unit(tmp_path, smollm, POLYKV_ENGINE__BINARY=str(patched)) as (process, engine, socket):
+    model = quick_model(tmp_path, smollm)
+    async with unit(tmp_path, model, POLYKV_ENGINE__BINARY=str(patched)) as (process, engine, socket):
         async with serve(tmp_path / "one", "--engine-url", url) as served:
             assert (socket.stat().st_mode & 0o077) == 0
             ours = (await served.http.get("/props")).json["opencoti"]
@@ -104,7 +112,8 @@ async def test_an_attached_engine_may_die_and_come_back(patched: Path, smollm: P
     env = {"POLYKV_QUEUE__MAX_WAIT_S": "60"}
     body = {"prompt": SYSTEM + "Hello.", "n_predict": 2, "opencoti": {}}
     binary = {"POLYKV_ENGINE__BINARY": str(patched)}
-    async with unit(tmp_path, smollm, **binary) as (process, _, _):
+    model = quick_model(tmp_path, smollm)
+    async with unit(tmp_path, model, **binary) as (process, _, _):
         async with serve(tmp_path / "proxy", "--engine-url", url, env=env) as served:
             pool = (await served.http.post("/polykv/pools", {"prompt": SYSTEM})).json
             process.send_signal(signal.SIGKILL)
@@ -118,7 +127,7 @@ async def test_an_attached_engine_may_die_and_come_back(patched: Path, smollm: P
             await served.until(noticed)
             waiting = asyncio.create_task(served.http.post("/completion", body))
             await asyncio.sleep(LOOK_S)
-            async with unit(tmp_path, smollm, **binary):
+            async with unit(tmp_path, model, **binary):
                 answer = await waiting
                 assert answer.status == 200
 

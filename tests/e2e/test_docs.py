@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from e2e.harness import PATIENCE_S, Served, bare_engine, serve
+from e2e.tiny_models import llama
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -177,8 +178,9 @@ async def test_attaching_how_to_stock(stock: Path, smollm: Path, tmp_path: Path,
     for option in left_out.split():
         del options[option]
     arguments = [word for option in options.items() for word in option]
+    llama(tmp_path / "my.gguf", smollm)
     async with (
-        bare_engine(stock, smollm, tmp_path / "engine", *arguments) as engine,
+        bare_engine(stock, tmp_path / "my.gguf", tmp_path / "engine", *arguments) as engine,
         serve(tmp_path, "--engine-url", engine.base) as served,
     ):
         out = await run(shell_blocks(page)[0], served)
