@@ -85,14 +85,6 @@ async def served(
         assert len(proxy.events("engine_ready")) == 1  # no request ended the engine
 
 
-@pytest_asyncio.fixture(loop_scope="module")
-async def clean(served: Served) -> Served:
-    """No pool and nothing in the slots."""
-    await served.clear()
-    assert await served.cells_used() == 0
-    return served
-
-
 def image(seed: int) -> dict[str, Any]:
     """A part of a chat's message."""
     return {"type": "image_url", "image_url": {"url": data_url(seed, *SIZE)}}

@@ -45,14 +45,6 @@ async def served(
         yield proxy
 
 
-@pytest_asyncio.fixture(loop_scope="module")
-async def clean(served: Served) -> Served:
-    """No pool and nothing in the slots."""
-    await served.clear()
-    assert await served.cells_used() == 0
-    return served
-
-
 async def write(served: Served, prompt: list[int], headers: dict[str, str] | None = None, **more: Any) -> Any:
     """A completion of two tokens."""
     body = {"prompt": prompt, "n_predict": 2, "ignore_eos": True, "temperature": 0, **more}

@@ -4,6 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from fake_build import World
 
 from polykv_proxy import config
 from polykv_proxy.engine import source
@@ -30,3 +31,12 @@ def own_tree(upstream_tree, tmp_path):
     for part in ("common", "include", "src", "tools"):
         shutil.copytree(upstream_tree / part, tree / part, symlinks=True)
     return Path(shutil.copy(upstream_tree / "CMakeLists.txt", tree)).parent
+
+
+@pytest.fixture
+def world(tmp_path, monkeypatch):
+    """A miniature build world that this process lives in."""
+    world = World(tmp_path)
+    world.create()
+    world.enter(monkeypatch)
+    return world

@@ -12,21 +12,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from fake_build import World
 
 from polykv_proxy.engine import build, download
 from polykv_proxy.engine.build import BuildRequest, ensure, installed
 from polykv_proxy.engine.progress import Progress
 from polykv_proxy.errors import BuildError
-
-
-@pytest.fixture
-def world(tmp_path, monkeypatch):
-    """A miniature build world that this process lives in."""
-    world = World(tmp_path)
-    world.create()
-    world.enter(monkeypatch)
-    return world
 
 
 def run(world, **request):

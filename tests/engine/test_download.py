@@ -5,21 +5,11 @@ import hashlib
 import os
 
 import pytest
-from fake_build import World
 
 from polykv_proxy.engine import download
 from polykv_proxy.errors import BuildError
 
 REQUIREMENT = "tiny-engine==1.0"
-
-
-@pytest.fixture
-def world(tmp_path, monkeypatch):
-    """A package index of one file."""
-    world = World(tmp_path)
-    world.create()
-    world.enter(monkeypatch)
-    return world
 
 
 @pytest.fixture

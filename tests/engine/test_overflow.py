@@ -1,28 +1,20 @@
 """Claims about ``engine.overflow``: every wording of the pinned engine, and nothing else."""
 
 import pytest
+from recorded import CELLS_OVERFLOW, WINDOW_OVERFLOW
 
 from polykv_proxy.engine.overflow import Overflow, OverflowKind, kind_of, recognise, typed
-
-WINDOW = {
-    "code": 400,
-    "message": "request (3000 tokens) exceeds the available context size (2048 tokens), try increasing it",
-    "type": "exceed_context_size_error",
-    "n_prompt_tokens": 3000,
-    "n_ctx": 2048,
-}
-CELLS = {"code": 500, "message": "Context size has been exceeded.", "type": "server_error"}
 
 
 @pytest.mark.parametrize(
     ("error", "expected"),
     [
-        (WINDOW, Overflow(3000, 2048, cells=False)),
+        (WINDOW_OVERFLOW, Overflow(3000, 2048, cells=False)),
         (
             {"message": "input (5 tokens) is larger than the max context size (4 tokens). skipping"},
             Overflow(5, 4, cells=False),
         ),
-        (CELLS, Overflow(None, None, cells=True)),
+        (CELLS_OVERFLOW, Overflow(None, None, cells=True)),
         (
             {
                 "code": 503,
@@ -93,19 +85,22 @@ def test_what_ran_out(found, sizes, kind):
 
 def test_one_form_for_all():
     """The engine's own members stay; status and type become one."""
-    found = recognise(CELLS)
-    assert typed(CELLS, found, OverflowKind.CELLS, cached_tokens=5) == {
+    found = recognise(CELLS_OVERFLOW)
+    assert typed(CELLS_OVERFLOW, found, OverflowKind.CELLS, cached_tokens=5) == {
         "code": 400,
         "message": "Context size has been exceeded.",
         "type": "exceed_context_size_error",
         "opencoti": {"required_tokens": None, "cached_tokens": 5, "ctx_size": None, "ctx_kind": "cells"},
     }
-    whole = typed(WINDOW, recognise(WINDOW), OverflowKind.WINDOW, cached_tokens=None)
-    assert {key: whole[key] for key in WINDOW} == WINDOW
+    whole = typed(WINDOW_OVERFLOW, recognise(WINDOW_OVERFLOW), OverflowKind.WINDOW, cached_tokens=None)
+    assert {key: whole[key] for key in WINDOW_OVERFLOW} == WINDOW_OVERFLOW
     assert whole["opencoti"] == {
         "required_tokens": 3000,
         "cached_tokens": None,
         "ctx_size": 2048,
         "ctx_kind": "window",
     }
-    assert typed(WINDOW, recognise(WINDOW), None, cached_tokens=None)["opencoti"]["ctx_kind"] is None
+    assert (
+        typed(WINDOW_OVERFLOW, recognise(WINDOW_OVERFLOW), None, cached_tokens=None)["opencoti"]["ctx_kind"]
+        is None
+    )

@@ -4,19 +4,10 @@ import shutil
 import tarfile
 
 import pytest
-from fake_build import SERVER_CMAKE, World
+from fake_build import SERVER_CMAKE
 
 from polykv_proxy.engine import source
 from polykv_proxy.errors import BuildError
-
-
-@pytest.fixture
-def world(tmp_path, monkeypatch):
-    """A miniature build world that this process lives in."""
-    world = World(tmp_path)
-    world.create()
-    world.enter(monkeypatch)
-    return world
 
 
 def test_the_real_series_reads():
