@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from polykv_proxy.core.rates import Progress, RateBook, reading_of
+from polykv_proxy.core.rates import STALE_S, Progress, RateBook, reading_of
 from polykv_proxy.core.stock import StockCounters
 
 if TYPE_CHECKING:
@@ -109,6 +109,11 @@ def headroom(used: int | None, total: int | None, sample: EngineSample | None) -
     if used is None or total is None:
         return None
     return max(0, total - used if sample is None else min(total - used, sample.cells_free))
+
+
+def fresh(sample: EngineSample | None, now: float) -> EngineSample | None:
+    """A sample, unless it is too old to speak of the present."""
+    return None if sample is None or now - sample.taken_at > STALE_S else sample
 
 
 def pressure(sample: EngineSample | None) -> float | None:

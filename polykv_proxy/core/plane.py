@@ -140,6 +140,7 @@ class ControlPlane:
     def on_engine_down(self) -> None:
         """Nothing can be sent until the next ``on_engine_ready``; what was running ends on its own."""
         self.leases.serving = False
+        self.experience.book.on_down()
 
     def _forget_residency(self, facts: EngineFacts, *, same_model: bool) -> None:
         self.pools.lose_all(facts.max_pools, same_model=same_model)

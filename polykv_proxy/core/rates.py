@@ -157,7 +157,8 @@ class Progress:
     prompt: int = 0
     cached: int = 0
     gaps: tuple[tuple[int, float], ...] = ()
-    """For each slot that went on: tokens, and the mean seconds between them."""
+    """For each slot that went on: tokens, and the mean seconds between them; without those whose time is not
+    known."""
 
 
 @dataclass(slots=True)
@@ -191,10 +192,16 @@ class RateBook:
 
     def reset(self) -> None:
         """The model is loaded again; totals go on."""
+        self.on_down()
         self._slots.clear()
         self._settled.clear()
         self._window.clear()
         self.taken_at = None
+
+    def on_down(self) -> None:
+        """The engine is gone, and nobody waits for its tokens any more."""
+        for slot in self._slots.values():
+            _over(slot.rate)
 
     # -- what comes in -----------------------------------------------------------------------------------
 
@@ -210,6 +217,7 @@ class RateBook:
         for now in reading.slots:
             slot = self._slots.get(now.slot)
             if slot is None or _fell(slot.last, now):
+                _over(None if slot is None else slot.rate)
                 slot = self._slots[now.slot] = _Slot(now)
             self.generated_total += now.generated - slot.last.generated
             self.prompt_total += now.prompt - slot.last.prompt
@@ -233,16 +241,20 @@ class RateBook:
         """Go on with a slot's answer; returns tokens and their mean gap, if there were more.
 
         1. Another answer: what the old one did after the last reading has no time of its own; start anew.
-        2. Its first token was not seen yet: its clock starts when there is one.
+        2. Its first token was not seen yet: its clock starts when there is one. Tokens since the last reading
+           are no sign of that where they may be another answer's.
         3. More tokens: they took the time since the last of those before.
         4. None: a pause, if it is still at it.
         """
-        slot.rate = rate
         last, now_counts = slot.last, rate is not None and self._settled.get(now.slot) != now.tag
-        if (now.answer, now.tag) != (last.answer, last.tag):  # 1
+        same = (now.answer, now.tag) == (last.answer, last.tag)
+        if slot.rate is not rate or not same:
+            _over(slot.rate)
+        slot.rate = rate
+        if not same:  # 1
             slot.since, slot.tokens, slot.seconds = None, 0, 0.0
         if slot.since is None:  # 2
-            if now.decoding or now.generated > last.generated:
+            if now.decoding or (same and now.generated > last.generated):
                 slot.since = now
             return None
         tokens = now.generated - slot.since.generated
@@ -258,7 +270,7 @@ class RateBook:
         if rate is not None and now_counts:
             rate.add(tokens, seconds)
             rate.pause(pause_s)
-        return tokens, seconds / tokens
+        return (tokens, seconds / tokens) if seconds > 0.0 else None
 
     def on_silence(self, now: float) -> None:
         """The engine was asked and does not answer: as far as is known, no token came since the last reading.
@@ -351,6 +363,12 @@ class RateBook:
 
     def _decoding(self) -> Iterator[_Slot]:
         return (slot for slot in self._slots.values() if slot.last.decoding)
+
+
+def _over(rate: DecodeRate | None) -> None:
+    """Whoever's rate it is waits for no token there: it was not slow, it is over."""
+    if rate is not None:
+        rate.pause(0.0)
 
 
 def _fell(last: SlotReading, now: SlotReading) -> bool:

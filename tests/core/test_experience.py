@@ -8,9 +8,11 @@ from polykv_proxy.core.experience import (
     Experience,
     compaction_pressure,
     context_of,
+    fresh,
     headroom,
     pressure,
 )
+from polykv_proxy.core.rates import STALE_S
 from polykv_proxy.core.sessions import SessionBook
 from polykv_proxy.core.slots import SlotBoard
 from polykv_proxy.core.stock import SlotLook
@@ -106,6 +108,22 @@ def test_without_the_patch(session):
     assert session.rate.tps == before
 
 
+def test_what_an_answer_tells_of_a_stock_engine_has_no_gaps(session):
+    """Tokens that came after the last look are counted; how long after one another nobody saw."""
+    experience = Experience()
+    lease = Lease(LeaseId(5), (SlotId(0),), session, continues=False, granted_at=0.5)
+
+    def look(now, **shown):
+        return experience.on_stock_slots([SlotLook(slot=SlotId(0), **shown)], [lease], now)
+
+    look(0.0, working=False)
+    look(1.0, working=True, task=3, generated=10)
+    assert look(2.0, working=True, task=3, generated=35).gaps == ((25, pytest.approx(0.04)),)
+    experience.on_answer(lease, 60, 3.0, pinned=False)
+    progress = look(4.0, working=False, task=3)
+    assert (progress.generated, progress.gaps) == (25, ())
+
+
 def test_context_is_of_the_sessions_own_request(session):
     """The window or the free cells, whichever is nearer; null while the slot shows somebody else's."""
     shown = sample(slot_sample(tag=5, tokens=150), used=100)
@@ -149,6 +167,13 @@ def test_pressure_is_the_nearest_wall(used, tokens, use, advisable):
     found = pressure(sample(slot_sample(tokens=tokens), slot_sample(1), used=used))
     assert found == pytest.approx(use)
     assert compaction_pressure(found) == pytest.approx(advisable)
+
+
+def test_an_old_sample_says_nothing_about_now():
+    """The engine may be gone."""
+    known = sample(slot_sample())
+    assert fresh(known, known.taken_at + STALE_S) is known
+    assert fresh(known, known.taken_at + STALE_S + 0.1) is fresh(None, 0.0) is None
 
 
 def test_pressure_of_an_unknown_engine():

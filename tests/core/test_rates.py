@@ -298,6 +298,26 @@ def test_a_slot_that_changes_hands_between_two_readings():
     assert engine.rates[1].tps is engine.rates[2].tps is None
 
 
+def test_the_prompt_of_who_gets_the_slot_next_is_not_in_its_clock():
+    """The old answer's last tokens and the new one's prompt are seen at the same look."""
+    engine = Engine()
+    engine.begin(0, 1)
+    engine.decode(0, 1, 0.0)
+    engine.look()
+    engine.decode(0, 20, 1.0)
+    engine.look()
+    engine.decode(0, 5, 0.1)
+    engine.begin(0, 2, prompt=3000)
+    progress = engine.look()
+    assert (progress.generated, progress.gaps) == (5, ())
+    engine.clock += 30.0  # the prompt
+    engine.decode(0, 1, 0.0)
+    assert engine.look().gaps == ()
+    engine.decode(0, 40, 1.0)
+    assert engine.look().gaps == ((40, pytest.approx(0.025)),)
+    assert engine.rates[2].tps == pytest.approx(40.0)
+
+
 def test_the_final_account_makes_up_for_what_readings_missed():
     """An answer between two readings; and of one that was seen in part only the rest."""
     engine = Engine()
@@ -467,6 +487,34 @@ def test_a_stall_is_shown_while_it_lasts():
     engine.end(0)
     engine.look()
     assert shown(engine.rates[1]) == before, "it was over, not slow"
+
+
+def test_a_rate_is_what_it_was_once_nobody_waits_for_tokens():
+    """However the answer ended: its slot is another's at the next look, or its engine is gone."""
+    engine = decoding_pair()
+    before = shown(engine.rates[1])
+
+    def stalled(tag):
+        engine.clock += 1.0
+        engine.look()
+        return shown(engine.rates[tag]) < 0.8 * before
+
+    assert stalled(1)
+    engine.begin(0, 3, prompt=500)
+    engine.look()
+    assert shown(engine.rates[1]) == before
+    assert stalled(2)
+    engine.book.on_down()
+    assert shown(engine.rates[2]) == before
+    engine.book.on_silence(engine.now + 5.0)  # it was being asked
+    assert shown(engine.rates[2]) < before
+    engine.book.reset()
+    assert shown(engine.rates[2]) == before
+    engine = decoding_pair()
+    assert stalled(1)
+    engine.slots[0] = replace(engine.slots[0], generated=0, answer=9, tag=9)  # another load of the model
+    engine.look()
+    assert shown(engine.rates[1]) == before
 
 
 def test_an_engine_that_does_not_answer_brings_no_tokens():
