@@ -126,8 +126,8 @@ def _fitted(points: list[tuple[int, float, float]]) -> Fit:
             if left[0] > 0.0:
                 t0 = left[1] / left[0]
                 error += max(0.0, left[2] - left[1] * t0)
-            else:
-                t0 = 0.0
+            else:  # nobody alone is faster than the fewest that were seen, all of them together
+                t0 = points[0][2] / points[0][0]
             found = (error / w, -b, Fit(t0, a, b))
             if best is None or found[:2] < (best[0] * (1 - 1e-9) - 1e-18, best[1]):
                 best = found

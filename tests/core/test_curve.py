@@ -52,6 +52,17 @@ def test_what_was_seen_is_reproduced(t0, b, knee, ns):
     assert fit.b >= 0.0
 
 
+def test_fewer_than_were_seen_take_some_time_too():
+    """A steep line ends in nothing; nobody's tokens are free, and what then comes can be compared."""
+    curve, bias = TpotCurve(), Bias()
+    for n, tpot_s in ((2, 0.02), (4, 0.07)):
+        for _ in range(3):
+            curve.add(n, tpot_s)
+    assert [curve.fit().tpot_s(n) for n in (1, 2, 4)] == [0.01, pytest.approx(0.02), pytest.approx(0.07)]
+    feed(Windows(curve, bias), 1, 4)
+    assert bias.ratio > 0.0
+
+
 def test_more_sessions_are_never_foreseen_to_be_faster():
     """A falling line is noise."""
     curve = TpotCurve()
