@@ -30,11 +30,23 @@ log = structlog.get_logger(__name__)
 FRESH_S = 0.1
 """Age up to which a sample serves readers who want the present; bounds polling whatever they do."""
 
+QUIET_S = 1.5
+"""Between two moments at which an engine without the patch is asked while it works for a client that gets
+nothing for now: it looks at a closed connection only after a second in which it told nobody anything."""
+
 SILENCE_S = 0.25
 """Without an answer to a look after which the engine counts as starved."""
 
 Counts: TypeAlias = "EngineSample | list[SlotLook] | None"
 """What an engine says it has done; None: nothing."""
+
+
+def next_moment_s(now: float, every_s: float) -> float:
+    """Seconds to the next of the moments that are ``every_s`` apart; all who wait for one wait for the same.
+
+    Two who asked every 1.5 seconds, each at a time of his own, would leave the engine hardly a second.
+    """
+    return every_s - now % every_s
 
 
 class Readings:

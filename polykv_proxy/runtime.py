@@ -43,7 +43,7 @@ from polykv_proxy.gatekeeper import Gatekeeper
 from polykv_proxy.line import Line
 from polykv_proxy.metrics import Metrics
 from polykv_proxy.policy import PolicyFile
-from polykv_proxy.readings import Readings
+from polykv_proxy.readings import QUIET_S, Readings, next_moment_s
 from polykv_proxy.saver import NoSaver
 from polykv_proxy.stillness import Stillness
 
@@ -66,9 +66,8 @@ log = structlog.get_logger(__name__)
 IDLE_POLL_S = 0.05
 """Between two looks at an abandoned request's slot."""
 
-QUIET_POLL_S = 1.5
-"""The same on an engine without the patch, which looks at a closed connection only after a second in which
-nobody asked it anything."""
+QUIET_POLL_S = QUIET_S
+"""The same on an engine without the patch."""
 
 RETRY_READY_S = 1.0
 
@@ -350,7 +349,7 @@ class Runtime:
             except PolyKVError as error:
                 log.debug("abandoned_request_poll_failed", reason=error.message)
             patched = self.backend.capability is Capability.ZERO_COPY
-            await asyncio.sleep(IDLE_POLL_S if patched else QUIET_POLL_S)
+            await asyncio.sleep(IDLE_POLL_S if patched else next_moment_s(monotonic(), QUIET_POLL_S))
         if (act := self.after_idle.pop(lease.lease_id, None)) is not None:
             await act()
         self._perform(self.plane.leases.on_slots_idle(lease, monotonic(), content))

@@ -28,10 +28,13 @@ class FakeReadings:
         self.due = asyncio.Event()
         self.plane = ControlPlane(max_waiting=1)
         self.looks = 0
+        self.fault = None
 
     async def look(self, max_age_s):
         """A look."""
         self.looks += 1
+        if self.fault is not None:
+            raise self.fault
 
 
 @pytest.fixture
@@ -48,6 +51,12 @@ async def readings(monkeypatch):
 
 async def test_it_looks_again_and_again(readings):
     """Without being told."""
+    await until(lambda: readings.looks > 3)
+
+
+async def test_a_fault_of_ours_does_not_end_it(readings):
+    """Nobody would look again, and nothing be known of the engine any more."""
+    readings.fault = ZeroDivisionError("a bug")
     await until(lambda: readings.looks > 3)
 
 
@@ -100,9 +109,9 @@ def decode(plane, *tags, generated=0):
 
 
 def test_an_idle_engine_is_read_once_a_second():
-    """Patched or not."""
-    for capability in (Capability.ZERO_COPY, Capability.RELAY):
-        assert sampler.pace(plane_of(capability)) == (sampler.IDLE_S, True)
+    """Not so often without the patch: somebody else's client may be about to leave it."""
+    assert sampler.pace(plane_of(Capability.ZERO_COPY)) == (sampler.IDLE_S, True)
+    assert sampler.pace(plane_of(Capability.RELAY)) == (sampler.QUIET_S, True)
     assert sampler.IDLE_S >= 1.0
 
 
@@ -131,6 +140,11 @@ def test_an_engine_without_the_patch_is_left_alone_while_a_client_waits():
     assert sampler.pace(streaming) == quiet, "one still is"
     decode(streaming, 1, 2)
     assert sampler.pace(streaming)[1]
+    decode(streaming, 1, 2, 77)
+    assert sampler.pace(streaming) == quiet, "nobody knows who gets the third one's tokens"
+    left = plane_of(Capability.RELAY)
+    decode(left, 77)
+    assert sampler.pace(left) == (sampler.QUIET_S, True)
 
 
 # -- on an engine -----------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from typing import Any
 
 import pytest
@@ -160,3 +161,33 @@ async def test_retries_never_start_over(pair: Served, path: str) -> None:
     timings = (await pair.counters())["slots"]
     prompt = max(slot["n_tokens"] for slot in timings) - 4
     assert await computed() <= 1.05 * prompt
+
+
+async def test_a_stock_engine_notices_clients_that_leave(stock: Any, smollm: Any, tmp_path: Any) -> None:
+    """Whoever reads its slots while they leave, one by one, leaves it the second of silence that it needs."""
+    env = {"POLYKV_ENGINE__BINARY": str(stock)}
+    sizes = ("--parallel", "2", "--ctx-size", "16384", "--max-pools", "0")
+    async with serve(tmp_path, *sizes, env=env) as served:
+        body = body_of("/completion", "The sea", stream=False, tokens=4000)
+        leavers = [asyncio.create_task(served.http.post("/completion", body)) for _ in range(2)]
+
+        async def both_run() -> bool:
+            slots = (await served.engine.get("/slots")).json
+            return all(slot["is_processing"] and slot["next_token"][0]["n_decoded"] for slot in slots)
+
+        await served.until(both_run)
+        for leaver in leavers:
+            leaver.cancel()
+            await asyncio.sleep(0.75)
+        await asyncio.gather(*leavers, return_exceptions=True)
+
+        async def held() -> list[int]:
+            """Tokens that each slot held when its request ended, as the engine logged it: nobody is asked."""
+            text = (tmp_path / "state" / "engine-0.log").read_text()
+            return [int(found) for found in re.findall(r"stop processing: n_tokens = (\d+)", text)]
+
+        async def both_stopped() -> bool:
+            return len(await held()) == 2
+
+        await served.until(both_stopped)
+        assert max(await held()) < 2000, "they ran on for nobody"
