@@ -53,6 +53,8 @@ class Script:
         text: the text of each token.
         prefill_s: silence before the first byte of the answer.
         token_delay_s: pause before each token but the first.
+        pings: comments with which a stream begins; ``die_mid_stream`` leaves no more of it then (only
+            ``FakePolykv``).
         prompt_n: prompt tokens that the timings report as computed.
         cache_n: prompt tokens that the timings report as cached.
         fault: ``die_before_head`` closes the connection after the prefill, ``die_in_prompt`` within it (only
@@ -68,6 +70,7 @@ class Script:
     text: str = " token"
     prefill_s: float = 0.0
     token_delay_s: float = 0.0
+    pings: int = 0
     prompt_n: int = 12
     cache_n: int = 0
     fault: Fault | None = None

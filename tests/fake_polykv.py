@@ -96,6 +96,7 @@ class FakePolykv(FakeEngine):
         pool_gate: so do computations of pools.
         prefill_gate: prompts are computed only up to ``prefilled`` tokens until it is set.
         prefilled: see there.
+        token_gate: streams wait for it before their first event; their heads, and comments, are out by then.
         snapshot_gate: snapshots are taken, but not answered until it is set.
         pools: by number.
         sequences: the slots.
@@ -122,6 +123,8 @@ class FakePolykv(FakeEngine):
         self.prefill_gate = asyncio.Event()
         self.prefill_gate.set()
         self.prefilled = 0
+        self.token_gate = asyncio.Event()
+        self.token_gate.set()
         self.snapshot_gate = asyncio.Event()
         self.snapshot_gate.set()
         self.pools: dict[int, Pool] = {}
@@ -410,8 +413,11 @@ class FakePolykv(FakeEngine):
             return web.json_response(_whole(recorded.path, script) | script.extra)
         answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await answer.prepare(request)
+        for _ in range(script.pings):
+            await answer.write(b":\n\n")
+        await self.token_gate.wait()
         for number, event in enumerate(_events(recorded.path, script)):
-            if script.fault == "die_mid_stream" and number == 2:
+            if script.fault == "die_mid_stream" and number == (0 if script.pings else 2):
                 return _die(request)
             if script.fault == "error_mid_stream" and number == 2:
                 await answer.write(b"data: " + json.dumps(script.error_body).encode() + b"\n\n")

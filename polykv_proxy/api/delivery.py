@@ -97,7 +97,7 @@ class Delivery:
         if tail is not None and result.completed:
             usage = tail.usage(stream=stream)
             work.entry.began(tail.beginning())
-        self._reporting.account(work, usage, result, ttft=tail is not None and work.asked.stream)
+        self._reporting.account(work, usage, result, stream=tail if work.asked.stream else None)
         self._reporting.count(work, overflows)
         whole = result.completed and result.error is None and usage.generated_tokens is not None
         asked = work.asked

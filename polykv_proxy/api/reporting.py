@@ -16,6 +16,7 @@ from polykv_proxy.core.experience import headroom
 if TYPE_CHECKING:
     from polykv_proxy.api.answer import Usage
     from polykv_proxy.api.overflow import Overflows
+    from polykv_proxy.api.tail import Tail
     from polykv_proxy.api.work import Work
     from polykv_proxy.edge.head import Headers
     from polykv_proxy.edge.splice import RelayResult
@@ -34,21 +35,22 @@ class Reporting:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
 
-    def account(self, work: Work, usage: Usage, result: RelayResult, *, ttft: bool = False) -> None:
+    def account(self, work: Work, usage: Usage, result: RelayResult, *, stream: Tail | None = None) -> None:
         """What the answer proves: how long the client waited, and whether the pool was really used.
 
         Args:
             work: the request.
             usage: what the engine says that it took.
             result: how it went.
-            ttft: whether its first byte came with its first token.
+            stream: where it came token by token, so that its first byte came with the first of them.
         """
         assert work.lease is not None
         runtime, plan = self._runtime, work.plan
-        first = result.first_byte_at if result.first_byte_at is not None else monotonic()
+        began_at = None if stream is None else stream.first_at
+        first = began_at or result.first_byte_at or monotonic()
         waited = first - work.exchange.arrived_at
         work.entry.first_byte(waited)
-        if ttft and result.first_byte_at is not None:
+        if stream is not None and stream.begun:
             runtime.plane.leases.on_first_byte(work.lease, waited)
             runtime.metrics.on_first_byte(waited)
         work.entry.answered(usage, result.error)

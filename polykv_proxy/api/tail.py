@@ -3,6 +3,9 @@
 The engine says what a request took in the last events of a stream (Anthropic's API: also in the first), or
 at the end of a plain answer; how the answer begins is in the first. So the first pieces and the last few are
 kept as they come, by reference, and read once the answer is complete.
+
+While it computes a long prompt, the engine sends comments, or its progress where a client asked for that. An
+answer begins with what follows.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import json
 import re
 from collections import deque
 from contextlib import suppress
+from time import monotonic
 from typing import Any
 
 import msgspec
@@ -28,6 +32,8 @@ LAST_PIECES = 8
 
 _MEMBER = re.compile(r'"(timings|usage)"\s*:\s*(?=\{)')
 
+_PROGRESS = b'"prompt_progress":{'
+
 BEGINNING_CHARS = 80
 
 _CONTENT = re.compile(rb'"(?:content|text|delta)"\s*:\s*"((?:[^"\\]|\\.)+)"')
@@ -39,17 +45,37 @@ _PARSER = json.JSONDecoder()
 class Tail:
     """The ends of one answer: ``observe`` each piece, read the rest when it is complete."""
 
-    __slots__ = ("_first", "_last")
+    __slots__ = ("_first", "_last", "_waited", "begun", "first_at")
 
     def __init__(self) -> None:
         self._first: list[bytes] = []
         self._last: deque[bytes] = deque(maxlen=LAST_PIECES)
+        self._waited = False
+        self.begun = False
+        """Whether anything came but signs that the engine is at the prompt."""
+        self.first_at: float | None = None
+        """Monotonic seconds at which it began; None where its first byte tells: nothing came before."""
 
     def observe(self, data: bytes) -> None:
         """A piece of the answer."""
+        if not self.begun and self._waits(data):
+            return
         if len(self._first) < FIRST_PIECES:
             self._first.append(data)
         self._last.append(data)
+
+    def _waits(self, data: bytes) -> bool:
+        """Whether the engine was still at the prompt; what tells its progress may tell more, and is kept."""
+        event = data.rstrip().rpartition(b"\n\n")[2]
+        if event.strip(b":") and _PROGRESS not in event:
+            self.first_at = monotonic() if self._waited else None
+            self.begun = True
+            return False
+        self._waited = self._waited or bool(data)
+        if _PROGRESS in data:
+            self._last.append(data)
+            self._first = self._first or [data]
+        return True
 
     def beginning(self) -> bytes:
         """The first bytes of the answer; see ``begins_with``."""

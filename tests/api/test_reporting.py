@@ -1,6 +1,8 @@
 """Claims about ``api.reporting``: what answers say of pools and speed, and to whom."""
 
+import asyncio
 import json
+from time import monotonic
 
 import pytest
 
@@ -118,3 +120,23 @@ async def test_first_tokens_are_those_of_streams(rig):
     await rig.ask(CHAT, chat("c", stream=True))
     assert sum(rig.runtime.metrics.ttft._counts) == 1
     assert rig.runtime.metrics.queries["none"] == 2
+
+
+async def test_an_engines_comments_are_no_first_token(rig):
+    """It sends them while it computes a long prompt; a stream that ends among them had none."""
+    rig.engine.script.pings = 8
+    rig.engine.token_gate.clear()
+    async with rig.open(CHAT, chat("a", stream=True, session_id="one")) as answer:
+        assert await answer.content.readline() == b":\n"
+        pinged = monotonic()
+        await asyncio.sleep(0.1)
+        began = monotonic()
+        rig.engine.token_gate.set()
+        await answer.read()
+    (session,) = rig.runtime.plane.sessions
+    assert session.ttft_s >= began - pinged
+    (record,) = (await rig.ask("/polykv/requests")).json["requests"]
+    assert record["ttft_ms"] >= 1000 * (began - pinged)
+    rig.engine.script.fault = "die_mid_stream"
+    await rig.ask(CHAT, chat("b", stream=True))
+    assert sum(rig.runtime.metrics.ttft._counts) == 1

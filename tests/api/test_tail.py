@@ -115,6 +115,39 @@ def test_reasoning_is_told():
     assert begins_with(b'{"content":"\\ud800"}') == (None, False)
 
 
+PING = b":\n\n"
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_comments_before_an_answer_are_none_of_it(path):
+    """However many an engine sends while it computes the prompt; when the answer began is known."""
+    events = token_events(path, SCRIPT) if path == "/infill" else _events(path, SCRIPT)
+    tail = watching([PING] * 20 + [PING * 2])
+    assert (tail.begun, tail.first_at, tail.beginning()) == (False, None, b"")
+    for piece in (PING + events[0], *events[1:]):  # the first event may come with a comment
+        tail.observe(piece)
+    assert tail.begun
+    assert tail.first_at is not None
+    assert tail.usage(stream=True) == took(path)
+    assert tail.beginning().startswith(PING + events[0])
+    plain = watching(events)
+    assert (plain.begun, plain.first_at) == (True, None), "its first byte tells"
+
+
+def test_progress_before_an_answer_is_none_of_it():
+    """A client may ask for it; what comes with it is read all the same."""
+    events = _events("/v1/messages", SCRIPT)
+    progress = b'event: message_delta\ndata: {"prompt_progress":{"total":9,"processed":3}}\n\n'
+    tail = watching([events[0] + progress, PING, *[progress] * 9])
+    assert (tail.begun, tail.first_at) == (False, None)
+    for event in events[1:]:
+        tail.observe(event)
+    assert tail.first_at is not None
+    assert tail.usage(stream=True) == took("/v1/messages")
+    assert watching([progress, progress + b"".join(events)]).usage(stream=True) == took("/v1/messages")
+    assert watching([b"", *events]).first_at is None
+
+
 def test_the_beginning_is_bounded():
     """A plain answer is one piece."""
     assert watching([b"x" * 10_000, b"y"]).beginning() == b"x" * BEGINNING_BYTES
