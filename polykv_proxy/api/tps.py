@@ -2,7 +2,8 @@
 
 A document is made of the published picture; no reader makes the proxy ask the engine, and none is waited
 for. Whoever does not take a document within ``STALL_S`` has lost its place: at most what the sockets hold
-waits for it until then.
+waits for it until then. Streams of callers who see the same share a document: many readers cost hardly more
+than one.
 """
 
 from __future__ import annotations
@@ -37,6 +38,9 @@ HEARTBEAT_S = 10.0
 STALL_S = 10.0
 """Seconds that a reader may leave a document untaken."""
 
+SHARED_S = 0.1
+"""Age in seconds up to which a document serves another stream, or as long as the streams' interval."""
+
 
 class TpsApi:
     """The route.
@@ -53,6 +57,9 @@ class TpsApi:
         self._fleet = fleet
         self._sees = sees
         self._interval_s = interval_s
+        self._shared_s = min(interval_s, SHARED_S)
+        self._made: dict[Scope | None, tuple[float, str]] = {}
+        """When the last document for these eyes was made, and its text."""
         self._closing = asyncio.Event()
         self.readers = 0
         """Streams that are open now."""
@@ -87,7 +94,7 @@ class TpsApi:
         try:
             while not self._closing.is_set():
                 async with asyncio.timeout(STALL_S):
-                    await stream.send(msgspec.json.encode(self._document(request)).decode())
+                    await stream.send(self._text(request))
                 with suppress(TimeoutError):
                     async with asyncio.timeout(self._interval_s):
                         await self._closing.wait()
@@ -97,6 +104,14 @@ class TpsApi:
                 request.transport.abort()
         except ConnectionResetError:
             pass  # it left
+
+    def _text(self, request: web.Request) -> str:
+        """A document for a stream."""
+        scope, now = self._sees(request), monotonic()
+        self._made = {seen: made for seen, made in self._made.items() if now - made[0] < self._shared_s}
+        if scope not in self._made:
+            self._made[scope] = now, msgspec.json.encode(self._document(request)).decode()
+        return self._made[scope][1]
 
     def _document(self, request: web.Request) -> shapes.Rates:
         now_ts = self._fleet.first.runtime.now_ts()

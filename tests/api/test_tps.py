@@ -90,6 +90,24 @@ async def test_what_a_session_experiences_is_shown_while_it_does(quick):
         task.cancel()
 
 
+async def test_readers_share_what_they_may_both_see(proxies, monkeypatch):
+    """However many they are, one document is made; another key's is another."""
+    made = []
+    rates = tps.views.rates
+    monkeypatch.setattr(tps.views, "rates", lambda *seen: made.append(seen[1]) or rates(*seen))
+    monkeypatch.setattr(tps, "SHARED_S", 60.0)
+    rig = await proxies(telemetry={"tps_interval_s": 3600.0})
+    for name, key in (("mine", "k1"), ("other", "k2")):
+        await rig.ask(CHAT, chat(name, session_id=name), Authorization=f"Bearer {key}")
+    for name, key in (("mine", "k1"), ("mine", "k1"), ("other", "k2"), ("mine", "k1")):
+        async with rig.open("/polykv/tps", Authorization=f"Bearer {key}", **STREAM) as answer:
+            (document,) = await documents(answer, 1)
+        assert [session["session_id"] for session in document["sessions"]] == [name]
+    assert len(made) == len(set(made)) == 2
+    await rig.ask("/polykv/tps", Authorization="Bearer k1")
+    assert len(made) == 3, "one document is of the present"
+
+
 async def test_keepalive_comments(proxies, monkeypatch):
     """Between documents that are far apart."""
     monkeypatch.setattr(tps, "HEARTBEAT_S", 0.02)
