@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import structlog
 
-from polykv_proxy.api.identity import without_ours
+from polykv_proxy.api.status import fetch
 from polykv_proxy.errors import PolyKVError, UnavailableError
 
 if TYPE_CHECKING:
     from polykv_proxy.api import shapes
     from polykv_proxy.edge.exchange import Exchange
-    from polykv_proxy.edge.head import Headers
+    from polykv_proxy.edge.head import Headers, ResponseHead
     from polykv_proxy.fleet import Engine, Fleet
 
 log = structlog.get_logger(__name__)
-
-DOCUMENT_BYTES = 64 * 1024 * 1024
-"""Bound of an engine's list of models."""
 
 _LOADING = b'{"error":{"message":"Loading model","type":"unavailable_error","code":503}}'
 """What llama-server itself says while it loads; clients wait for it word by word."""
@@ -70,20 +68,19 @@ class Merged:
         Raises:
             UnavailableError: no engine serves, or none answered.
         """
-        head = exchange.head
+        answers = await asyncio.gather(*(self._ask(engine, exchange) for engine in self._fleet))
         merged: dict[str, Any] = {}
         refusal: tuple[int, Headers, bytes] | None = None
-        for engine in self._fleet:
-            if not engine.plane.serving:
+        for engine, answer in zip(self._fleet, answers, strict=True):
+            if answer is None:
+                continue
+            head, body = answer
+            if head.status != 200:
+                refusal = head.status, _JSON, body
                 continue
             try:
-                response = await engine.upstream.send("GET", head.target, without_ours(head))
-                body = await response.read(DOCUMENT_BYTES)
-                if response.head.status == 200:
-                    _add(merged, _document.decode(body))
-                else:
-                    refusal = response.head.status, _JSON, body
-            except (PolyKVError, msgspec.DecodeError) as error:
+                _add(merged, _document.decode(body))
+            except msgspec.DecodeError as error:
                 log.info("models_not_listed", engine=engine.name, reason=str(error))
         if merged:
             await exchange.respond(200, _JSON, msgspec.json.encode(merged))
@@ -91,6 +88,17 @@ class Merged:
             await exchange.respond(*refusal)
         else:
             raise UnavailableError("no engine answers", code="engine_loading", retry_after_s=2)
+
+    @staticmethod
+    async def _ask(engine: Engine, exchange: Exchange) -> tuple[ResponseHead, bytes] | None:
+        """One engine's own answer; None without one."""
+        if not engine.plane.serving:
+            return None
+        try:
+            return await fetch(engine.upstream, exchange)
+        except PolyKVError as error:
+            log.info("models_not_listed", engine=engine.name, reason=error.message)
+            return None
 
 
 def engine_state(engine: Engine) -> shapes.EngineHealth:

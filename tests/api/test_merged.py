@@ -1,8 +1,11 @@
 """Claims about ``api.merged``: several engines answer as one."""
 
+import asyncio
 import json
 
 import pytest
+
+from polykv_proxy.api import status
 
 
 async def test_health_is_good_while_one_engine_serves(proxies):
@@ -66,6 +69,17 @@ async def test_models_of_engines_that_do_not_answer_are_left_out(proxies):
     assert (answer.status, answer.error["message"]) == (401, "Invalid API Key")
     assert rig.engines[0].requests[-1].path != "/polykv/engine"
     assert rig.engines[0].of("/v1/models")[-1].header("authorization") == "Bearer x"
+
+
+async def test_an_engine_that_hangs_holds_nobody_up(proxies, monkeypatch):
+    """It is waited for only so long, and the others meanwhile."""
+    monkeypatch.setattr(status, "CONTROL_TIMEOUT_S", 0.1)
+    rig = await proxies(models=("a", "b", "c"))
+    for engine in rig.engines[:2]:
+        engine.slow["/v1/models"] = asyncio.Event()
+    assert [model["id"] for model in (await rig.ask("/v1/models")).json["data"]] == ["c"]
+    for engine in rig.engines[:2]:
+        engine.slow["/v1/models"].set()
 
 
 async def test_models_of_nobody(proxies):
