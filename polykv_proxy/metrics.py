@@ -20,9 +20,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from polykv_proxy.core.divergence import Cause
+from polykv_proxy.core.experience import fresh
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from prometheus_client.core import Metric
 
@@ -199,29 +200,41 @@ class _Picture:
         self.book = plane.experience.book
         self.now = now
         labels = {pool.pool_id: metrics.label_of(pool) for pool in plane.tree}
-        self.pool_tps: dict[str, float] = dict.fromkeys((NO_POOL, *labels.values()), 0.0)
-        self.pool_sessions: dict[str, float] = dict.fromkeys(self.pool_tps, 0.0)
+        self.pool_sessions: dict[str, float] = dict.fromkeys((NO_POOL, *labels.values()), 0.0)
         self.pool_bytes: dict[str, float] = dict.fromkeys(labels.values(), 0.0)
         if plane.ownership is not None and plane.facts is not None:
             for pool_id, cells in plane.ownership.own.items():
                 if pool_id in labels:
                     self.pool_bytes[labels[pool_id]] += cells * plane.facts.bytes_per_cell
-        decoding = frozenset() if self.book.stale(now) else self.book.decoding
+        decoding, rates = self.book.decoding, dict[str, list[float | None]]()
         for session in plane.sessions:
             label = NO_POOL if session.pool is None else labels.get(session.pool, NO_POOL)
             self.pool_sessions[label] += session.slot is not None
             if session.lease in decoding:
-                self.pool_tps[label] += session.rate.tps or 0.0
+                rates.setdefault(label, []).append(session.rate.tps)
+        told = (
+            {}
+            if self.book.stale(now)
+            else {label: _known(rates.get(label, ())) for label in self.pool_sessions}
+        )
+        self.pool_tps = {label: tps for label, tps in told.items() if tps is not None}
 
     @property
     def cells_used(self) -> float | None:
         """Used cells as of the last sample."""
-        return None if self.plane.sample is None else self.plane.sample.cells_used
+        sample = fresh(self.plane.sample, self.now)
+        return None if sample is None else sample.cells_used
 
     @property
     def cells_total(self) -> float | None:
         """Cells of the engine."""
         return None if self.plane.facts is None else self.plane.facts.cells
+
+
+def _known(rates: Sequence[float | None]) -> float | None:
+    """The sum of those that are known; None if there are some and none is."""
+    known = [each for each in rates if each is not None]
+    return sum(known) if known or not rates else None
 
 
 _Value: TypeAlias = "Mapping[str, float] | Distribution | float | None"
@@ -378,36 +391,3 @@ def _put(family: Any, labels: list[str], value: _Value) -> None:
             family.add_metric([*labels, label], one)
     elif value is not None:
         family.add_metric(labels, value)
-
-
-def merged(texts: Mapping[str, bytes]) -> bytes:
-    """Expositions of several engines as one: each metric once, its samples with a label ``engine``.
-
-    Args:
-        texts: by the engines' names.
-    """
-    heads: dict[str, list[str]] = {}
-    samples: dict[str, list[str]] = {}
-    for engine, text in texts.items():
-        label = 'engine="{}"'.format(engine.replace("\\", r"\\").replace('"', r"\""))
-        name = ""
-        for line in text.decode("utf-8", "replace").splitlines():
-            if line.startswith(("# HELP ", "# TYPE ")):
-                name = line.split(" ", 3)[2]
-                known = heads.setdefault(name, [])
-                if not any(one.startswith(line[:7]) for one in known):
-                    known.append(line)
-            elif line and not line.startswith("#"):
-                samples.setdefault(name, []).append(_labelled(line, label))
-    names = dict.fromkeys((*heads, *samples))
-    lines = [line for name in names for line in (*heads.get(name, ()), *samples.get(name, ()))]
-    return "".join(f"{line}\n" for line in lines).encode()
-
-
-def _labelled(line: str, label: str) -> str:
-    """A sample line with one label more, in front."""
-    brace, space = line.find("{"), line.find(" ")
-    if 0 <= brace < space or space < 0:
-        rest = line[brace + 1 :]
-        return f"{line[: brace + 1]}{label}{'' if rest.startswith('}') else ','}{rest}"
-    return f"{line[:space]}{{{label}}}{line[space:]}"

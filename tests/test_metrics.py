@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from polykv_proxy import metrics
 from polykv_proxy.core.gate import Gate
 from polykv_proxy.core.plane import ControlPlane
-from polykv_proxy.core.rates import Progress
+from polykv_proxy.core.rates import STALE_S, Progress
 from polykv_proxy.core.slots import Ask
 from polykv_proxy.core.types import (
     Capability,
@@ -24,7 +24,7 @@ from polykv_proxy.core.types import (
     SlotState,
     as_tokens,
 )
-from polykv_proxy.metrics import Distribution, Exposition, Metrics, merged
+from polykv_proxy.metrics import Distribution, Exposition, Metrics
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "reference" / "metrics.md"
 SCOPE = Scope("s")
@@ -81,7 +81,7 @@ def test_the_reference_lists_every_metric_and_no_other(plane):
     """By name, with its labels."""
     one = Metrics(plane, Gate())
     pool(plane, 40, 1)
-    plane.on_sample(EngineSample("e", 0.0, 0, 1000, 0, (), ()))
+    plane.on_sample(EngineSample("e", metrics.monotonic(), 0, 1000, 0, (), ()))
     for clock in (0.0, 1.0):
         plane.on_counters(EngineSample("e", metrics.monotonic() + clock, 0, 1000, 0, (), ()))
     found = {key if isinstance(key, str) else key[0] for key in shown(one)}
@@ -94,6 +94,7 @@ def test_what_is_not_known_is_not_there():
     found = shown(Metrics(ControlPlane(max_waiting=1)))
     for name in ("kv_cells_used", "kv_cells_total", "aggregate_tps", "mean_active_tps"):
         assert name not in found
+    assert ("gen_throughput_tps", ("pool", "none")) not in found
     assert (found["engine_up"], found["queue_depth"], found["generated_tokens_total"]) == (0.0, 0.0, 0.0)
     assert found["admissions_total", ("outcome", "rejected")] == 0.0
 
@@ -137,6 +138,29 @@ def test_states_are_read_at_the_scrape(plane):
     assert found["aggregate_tps"] == pytest.approx(20.0)
     assert found["mean_active_tps"] == pytest.approx(20.0)
     assert (found["generated_tokens_total"], found["prompt_tokens_total"]) == (60, 42)
+
+
+def test_a_speed_that_is_not_known_is_not_there(plane, monkeypatch):
+    """A pool's only session is too new, or the engine went silent: neither is a speed of 0."""
+    one, named = Metrics(plane), pool(plane, 40, 1, "docs")
+    now = metrics.monotonic()
+    lease = plane.leases.on_request(Ask(scope=SCOPE, name="a"), now, now_ts=0.0).lease
+    lease.session.pool = named.pool_id
+    for step in range(2):
+        tokens = (
+            SlotSample(SlotId(0), SlotState.GEN, 1, lease.lease_id, step, 0, 0, 40, 0, 0, 500, 0.1 * step),
+        )
+        sample = EngineSample("e", now, 170, 1000, 0, tokens, (), 0.1 * step)
+        plane.on_sample(sample)
+        plane.on_counters(sample)
+    found = shown(one)
+    assert (found["gen_throughput_tps", ("pool", "none")], found["kv_cells_used"]) == (0.0, 170.0)
+    assert ("gen_throughput_tps", ("pool", "docs")) not in found
+    monkeypatch.setattr(metrics, "monotonic", lambda: now + STALE_S + 0.1)
+    found = shown(one)
+    assert {key for key in found if key[0] == "gen_throughput_tps"} == set()
+    assert "kv_cells_used" not in found
+    assert found["pool_sessions", ("pool", "docs")] == 1.0
 
 
 def test_events_are_counted(plane):
@@ -224,32 +248,3 @@ def test_a_distribution_takes_many_at_once():
         for _ in range(times):
             each.observe(value)
     assert (many._counts, many._sum) == (each._counts, each._sum) == ([4, 0, 2], 7.5)
-
-
-def test_expositions_of_several_engines_become_one():
-    """Samples of a metric stay together, labels and timestamps stay, what was written twice is not."""
-    one = b"""# HELP llamacpp:tokens_total n
-# TYPE llamacpp:tokens_total counter
-llamacpp:tokens_total 5
-# HELP llamacpp:per_pos p
-# TYPE llamacpp:per_pos gauge
-llamacpp:per_pos{pos="0"} 0.5
-llamacpp:per_pos{} 1
-"""
-    other = b"# TYPE llamacpp:tokens_total counter\nllamacpp:tokens_total 7 1700000000000\n# remark\n"
-    text = merged({"a": one, 'b"\\': other})
-    found = parsed(text)
-    assert found["llamacpp:tokens_total", ("engine", "a")] == 5
-    assert found["llamacpp:tokens_total", ("engine", 'b"\\')] == 7
-    assert found["llamacpp:per_pos", ("engine", "a"), ("pos", "0")] == 0.5
-    assert found["llamacpp:per_pos", ("engine", "a")] == 1
-    assert text.count(b"# TYPE llamacpp:tokens_total") == 1
-    assert merged({}) == b""
-
-
-def test_a_sample_without_a_head():
-    """What no line announces is kept all the same."""
-    assert parsed(merged({"a": b"x 1\n", "b": b"x 2\n"})) == {
-        ("x", ("engine", "a")): 1,
-        ("x", ("engine", "b")): 2,
-    }

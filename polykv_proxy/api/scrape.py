@@ -11,9 +11,11 @@ import structlog
 from polykv_proxy.api.guard import UnauthorizedError
 from polykv_proxy.api.status import fetch, guarded, kept_headers
 from polykv_proxy.errors import PolyKVError
-from polykv_proxy.metrics import CONTENT_TYPE, merged
+from polykv_proxy.metrics import CONTENT_TYPE
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from polykv_proxy.api.guard import Guard
     from polykv_proxy.edge.exchange import Exchange
     from polykv_proxy.edge.head import RequestHead, ResponseHead
@@ -22,15 +24,13 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
-_NO_SERIES = (404, 501)
-"""What an engine answers that was started without ``--metrics``."""
-
 
 class Scrape:
     """The handler.
 
-    1. An engine gives its series: those, then ours; of several engines each series has a label.
-    2. It has none, does not serve, or does not answer: ours. Its key, which it cannot check now, is checked
+    1. An engine gives its series: those, then ours; of several engines each series has a label. Whoever has
+       the admin key is let in with the engine's own.
+    2. It has none, does not serve, or fails to answer: ours. Its key, which it cannot check now, is checked
        here.
     3. It refuses, for want of its key say: its refusal; what is not for everybody there is not here.
 
@@ -50,13 +50,13 @@ class Scrape:
         answers = await asyncio.gather(*(self._ask(engine, exchange) for engine in self._fleet))
         texts: dict[str, bytes] = {}
         for engine, answer in zip(self._fleet, answers, strict=True):
-            if answer is None:
+            if answer is None or answer[0].status >= 500:
                 self._require_key(exchange.head, engine.key)
                 continue
             head, body = answer
             if head.status == 200:
                 texts[engine.name] = body
-            elif head.status not in _NO_SERIES:
+            elif head.status != 404:
                 await exchange.respond(head.status, kept_headers(head), body)
                 return
         theirs = merged(texts) if len(self._fleet) > 1 else b"".join(texts.values())
@@ -65,13 +65,13 @@ class Scrape:
         text = theirs + self._exposition.render()
         await exchange.respond(200, [(b"Content-Type", CONTENT_TYPE.encode())], text)
 
-    @staticmethod
-    async def _ask(engine: Engine, exchange: Exchange) -> tuple[ResponseHead, bytes] | None:
+    async def _ask(self, engine: Engine, exchange: Exchange) -> tuple[ResponseHead, bytes] | None:
         """One engine's own answer; None without one."""
         if not engine.plane.serving:
             return None
+        key = engine.key if self._guard.is_admin(guarded(exchange.head)) else None
         try:
-            return await fetch(engine.upstream, exchange)
+            return await fetch(engine.upstream, exchange, key=key)
         except PolyKVError as error:
             log.debug("engine_metrics_unavailable", engine=engine.name, reason=error.message)
             return None
@@ -88,3 +88,36 @@ class Scrape:
         given = token.strip() if scheme.lower() == b"bearer" else head.get(b"x-api-key") or b""
         if not hmac.compare_digest(given, key.encode()):
             raise UnauthorizedError("send the engine's key as a bearer token", code="engine_key_required")
+
+
+def merged(texts: Mapping[str, bytes]) -> bytes:
+    """Expositions of several engines as one: each metric once, its samples with a label ``engine``.
+
+    Args:
+        texts: by the engines' names.
+    """
+    heads: dict[str, list[str]] = {}
+    samples: dict[str, list[str]] = {}
+    for engine, text in texts.items():
+        label = 'engine="{}"'.format(engine.replace("\\", r"\\").replace('"', r"\""))
+        name = ""
+        for line in text.decode("utf-8", "replace").splitlines():
+            if line.startswith(("# HELP ", "# TYPE ")):
+                name = line.split(" ", 3)[2]
+                known = heads.setdefault(name, [])
+                if not any(one.startswith(line[:7]) for one in known):
+                    known.append(line)
+            elif line and not line.startswith("#"):
+                samples.setdefault(name, []).append(_labelled(line, label))
+    names = dict.fromkeys((*heads, *samples))
+    lines = [line for name in names for line in (*heads.get(name, ()), *samples.get(name, ()))]
+    return "".join(f"{line}\n" for line in lines).encode()
+
+
+def _labelled(line: str, label: str) -> str:
+    """A sample line with one label more, in front."""
+    brace, space = line.find("{"), line.find(" ")
+    if 0 <= brace < space or space < 0:
+        rest = line[brace + 1 :]
+        return f"{line[: brace + 1]}{label}{'' if rest.startswith('}') else ','}{rest}"
+    return f"{line[:space]}{{{label}}}{line[space:]}"

@@ -297,9 +297,12 @@ class Durable(TypedDict):
 
 
 class PolicyInForce(TypedDict):
-    """What is done without being asked for."""
+    """What is done without being asked for, and who comes in."""
 
     pools: dict[str, Any]
+    admission: Annotated[
+        dict[str, Any], says("Of sessions that name no pool, as `effective` says it of a pool's.")
+    ]
 
 
 class Properties(TypedDict):

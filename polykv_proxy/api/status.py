@@ -8,6 +8,7 @@ from urllib.parse import parse_qs
 
 import msgspec
 
+from polykv_proxy import policy
 from polykv_proxy.api import views
 from polykv_proxy.api.answer import insert_member
 from polykv_proxy.api.identity import scope_of, without_ours
@@ -61,7 +62,9 @@ class Status:
         await exchange.respond(head.status, kept_headers(head), body)
 
     def _member(self) -> dict[str, Any]:
-        return views.properties(self._runtime.plane, self._patch, self._runtime.saver.status())
+        runtime = self._runtime
+        admission = policy.document(runtime.gatekeeper.policy(None))
+        return views.properties(runtime.plane, self._patch, runtime.saver.status(), admission)
 
     async def slots(self, exchange: Exchange) -> None:
         """``GET /slots`` with our ``opencoti`` member in each slot; every other byte stays."""
@@ -121,14 +124,24 @@ class Status:
             self._runtime.backend.forget([slot])
 
 
-async def fetch(upstream: Upstream, exchange: Exchange) -> tuple[ResponseHead, bytes]:
+async def fetch(
+    upstream: Upstream, exchange: Exchange, *, key: str | None = None
+) -> tuple[ResponseHead, bytes]:
     """The engine's answer to a status request, whole and not compressed.
+
+    Args:
+        upstream: the way to the engine.
+        exchange: the request.
+        key: the engine's, to be sent in place of what its client sent.
 
     Raises:
         UnavailableError: it is not complete after ``CONTROL_TIMEOUT_S`` seconds.
     """
     head = exchange.head
-    headers = [field for field in without_ours(head) if field[0].lower() != b"accept-encoding"]
+    dropped = {b"accept-encoding"} if key is None else {b"accept-encoding", b"authorization", b"x-api-key"}
+    headers = [field for field in without_ours(head) if field[0].lower() not in dropped]
+    if key is not None:
+        headers.append((b"Authorization", b"Bearer " + key.encode()))
     try:
         async with asyncio.timeout(CONTROL_TIMEOUT_S):
             response = await upstream.send(

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from polykv_proxy import __version__
-from polykv_proxy.core.experience import compaction_pressure, context_of, headroom, pressure
+from polykv_proxy.core.experience import compaction_pressure, context_of, fresh, headroom, pressure
 from polykv_proxy.core.keeping import holds_otherwise, is_held, is_orphan, last_use, resting, riding
 
 if TYPE_CHECKING:
@@ -171,7 +171,10 @@ def sessions(planes: Mapping[str, ControlPlane], scope: Scope | None) -> shapes.
 
 
 def properties(
-    plane: ControlPlane, patch: str | None = None, durable: Mapping[str, Any] | None = None
+    plane: ControlPlane,
+    patch: str | None = None,
+    durable: Mapping[str, Any] | None = None,
+    admission: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The ``opencoti`` member of ``/props``.
 
@@ -179,6 +182,7 @@ def properties(
         plane: the control plane.
         patch: identity of the patches that the engine was built with, where it is known.
         durable: whether KV is saved, and why not.
+        admission: what holds for sessions that name no pool.
     """
     return {
         "version": __version__,
@@ -193,7 +197,7 @@ def properties(
         "kv_bytes_per_cell": None if plane.facts is None else plane.facts.bytes_per_cell or None,
         "attach_shortfall_total": plane.pools.shortfalls,
         "durable_kv": durable,
-        "policy": {"pools": asdict(plane.policy)},
+        "policy": {"pools": asdict(plane.policy), "admission": admission},
     }
 
 
@@ -242,7 +246,7 @@ def rates(planes: Mapping[str, ControlPlane], scope: Scope | None, now: float, n
     """
     books = [plane.experience.book for plane in planes.values()]
     active = [tps for book in books for tps in book.active_tps(now)]
-    uses = [use for plane in planes.values() if (use := pressure(plane.sample)) is not None]
+    uses = [use for plane in planes.values() if (use := pressure(fresh(plane.sample, now))) is not None]
     use = max(uses, default=None)
     return {
         "ts": now_ts,

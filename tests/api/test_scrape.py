@@ -7,6 +7,7 @@ from test_metrics import documented, parsed
 
 from api.rig import CHAT, chat, until
 from polykv_proxy.api import status
+from polykv_proxy.api.scrape import merged
 from polykv_proxy.metrics import CONTENT_TYPE
 
 ENGINE = b"llamacpp:requests_processing"
@@ -30,9 +31,9 @@ async def test_an_engines_text_without_a_last_line_end(rig):
     assert parsed((await rig.ask("/metrics")).body)["opencoti_polykv:engine_up",] == 1
 
 
-@pytest.mark.parametrize("code", [404, 501])
+@pytest.mark.parametrize("code", [404, 500, 501, 503])
 async def test_an_engine_without_metrics(rig, code):
-    """Ours alone."""
+    """It has none, or loads its model again and nobody noticed yet: ours alone."""
     rig.engine.broken["/metrics"] = (code, b'{"error":{}}')
     answer = await rig.ask("/metrics")
     assert answer.status == 200
@@ -75,6 +76,21 @@ async def test_the_engines_key_is_checked_while_it_is_down(proxies):
         ({"X-Polykv-Admin-Key": "boss"}, 200),
     ):
         assert (await rig.ask("/metrics", **headers)).status == expected
+
+
+async def test_the_admin_key_stands_for_the_engines(proxies):
+    """Each engine gets its own; of everybody else, what the client sent."""
+    rig = await proxies(engine={"api_key": "secret"}, admin="boss")
+
+    async def sent(**headers):
+        assert (await rig.ask("/metrics", **headers)).status == 200
+        seen = rig.engine.of("/metrics")[-1]
+        return [seen.header(name) for name in ("authorization", "x-api-key", "x-polykv-admin-key")]
+
+    assert await sent(X_Polykv_Admin_Key="boss", X_Api_Key="mine") == ["Bearer secret", None, None]
+    assert await sent(Authorization="Bearer boss") == ["Bearer secret", None, None]
+    assert await sent(Authorization="Bearer mine") == ["Bearer mine", None, None]
+    assert await sent(X_Api_Key="mine") == [None, "mine", None]
 
 
 async def test_several_engines_in_one_exposition(proxies):
@@ -171,3 +187,35 @@ async def test_an_engine_that_tells_nothing_shows(rig):
     rig.engine.broken["/polykv/engine/counters"] = (500, b"{}")
     await until(lambda: rig.runtime.metrics.stale_samples >= 2)
     assert parsed((await rig.ask("/metrics")).body)["opencoti_polykv:stale_samples_total",] >= 2
+
+
+# -- several expositions as one ----------------------------------------------------------------------------
+
+
+def test_expositions_of_several_engines_become_one():
+    """Samples of a metric stay together, labels and timestamps stay, what was written twice is not."""
+    one = b"""# HELP llamacpp:tokens_total n
+# TYPE llamacpp:tokens_total counter
+llamacpp:tokens_total 5
+# HELP llamacpp:per_pos p
+# TYPE llamacpp:per_pos gauge
+llamacpp:per_pos{pos="0"} 0.5
+llamacpp:per_pos{} 1
+"""
+    other = b"# TYPE llamacpp:tokens_total counter\nllamacpp:tokens_total 7 1700000000000\n# remark\n"
+    text = merged({"a": one, 'b"\\': other})
+    found = parsed(text)
+    assert found["llamacpp:tokens_total", ("engine", "a")] == 5
+    assert found["llamacpp:tokens_total", ("engine", 'b"\\')] == 7
+    assert found["llamacpp:per_pos", ("engine", "a"), ("pos", "0")] == 0.5
+    assert found["llamacpp:per_pos", ("engine", "a")] == 1
+    assert text.count(b"# TYPE llamacpp:tokens_total") == 1
+    assert merged({}) == b""
+
+
+def test_a_sample_without_a_head():
+    """What no line announces is kept all the same."""
+    assert parsed(merged({"a": b"x 1\n", "b": b"x 2\n"})) == {
+        ("x", ("engine", "a")): 1,
+        ("x", ("engine", "b")): 2,
+    }

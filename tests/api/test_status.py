@@ -46,10 +46,15 @@ async def test_props_of_a_stock_engine_name_no_features(proxies):
     assert "not patched" in ours["capability_reason"]
 
 
-async def test_props_say_what_is_in_force(proxies):
-    """Versions, the patches, and the policy as it is applied."""
-    rig = await proxies(pools={"auto_min_tokens": 99})
+async def test_props_say_what_is_in_force(proxies, tmp_path):
+    """Versions, the patches, and the policies as they are applied."""
+    file = tmp_path / "policy.yaml"
+    file.write_text("default: {mode: enforced, target_tps_per_session: 7}\n")
+    rig = await proxies(pools={"auto_min_tokens": 99}, policy_file=file)
     ours = (await rig.ask("/props")).json["opencoti"]
+    admission = ours["policy"]["admission"]
+    assert (admission["mode"], admission["target_tps_per_session"]) == ("enforced", 7.0)
+    assert admission["on_saturation"] == "reject"
     assert (ours["version"], ours["engine_patch"], ours["engine_build"]) == (__version__, "p1", "fake")
     assert ours["policy"]["pools"]["auto_min_tokens"] == 99
 

@@ -8,6 +8,7 @@ from polykv_proxy import __version__
 from polykv_proxy.api import views
 from polykv_proxy.core.decisions import Admit, PoolPolicy
 from polykv_proxy.core.plane import ControlPlane
+from polykv_proxy.core.rates import STALE_S
 from polykv_proxy.core.slots import Ask, Content
 from polykv_proxy.core.types import (
     Capability,
@@ -86,7 +87,7 @@ def test_nothing_is_known_before_an_engine_answers():
 
 def test_properties_name_what_works():
     """Features by name, so that nobody has to look at versions."""
-    properties = views.properties(plane_with(), "p1", {"state": "off"})
+    properties = views.properties(plane_with(), "p1", {"state": "off"}, {"mode": "advisory"})
     assert properties == {
         "version": __version__,
         "capability": "zero_copy",
@@ -100,7 +101,7 @@ def test_properties_name_what_works():
         "attach_shortfall_total": 0,
         "engine_patch": "p1",
         "durable_kv": {"state": "off"},
-        "policy": {"pools": asdict(PoolPolicy())},
+        "policy": {"pools": asdict(PoolPolicy()), "admission": {"mode": "advisory"}},
     }
     assert views.properties(plane_with(bytes_per_cell=0))["kv_bytes_per_cell"] is None
 
@@ -236,6 +237,8 @@ def test_rates_are_those_of_whom_one_may_see():
         "pressure": 0.8,
         "compaction_pressure": 0.333,
     }
+    old = views.rates({"e": plane}, None, STALE_S + 0.1, 77.0)
+    assert (old["pressure"], old["compaction_pressure"]) == (None, None), "the engine may be gone"
     assert views.rates({"e": plane}, SCOPE, 0.0, 77.0)["sessions"] == [
         {
             "engine": "e",
