@@ -1,5 +1,8 @@
 """What watching costs: a scrape's time on the loop, and decode speed beside a reader of 100 Hz.
 
+A reader may cost decoding no more than the CPU time that reading takes: "lost" is the share of its speed that
+a decoding session lost, "cpu" the share of a core that proxy and reader took for it, the engine's left out.
+
 Run ``python -m tests.benchmarks.status``; about two minutes. The first part needs no engine.
 """
 
@@ -124,20 +127,30 @@ async def reader(address: str, counts: list[int]) -> None:
 async def readers_cost(rounds: int, tokens: int) -> dict[str, float]:
     """Decode speed with and without the reader, in turn, so that a noisy moment hits both."""
     alone, watched, counts = [], [], [0]
+
+    async def measured(address: str) -> tuple[float, float]:
+        """Speed, and the share of a core that this process took."""
+        began, cpu = time.monotonic(), time.process_time()
+        tps = await decode_tps(address, tokens)
+        return tps, (time.process_time() - cpu) / (time.monotonic() - began)
+
     async with serving() as proxy:
         await decode_tps(proxy.address, 32)
         for _ in range(rounds):
-            alone.append(await decode_tps(proxy.address, tokens))
+            alone.append(await measured(proxy.address))
             began, before = time.monotonic(), counts[0]
             task = asyncio.get_running_loop().create_task(reader(proxy.address, counts))
-            watched.append(await decode_tps(proxy.address, tokens))
+            watched.append(await measured(proxy.address))
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
             hertz = (counts[0] - before) / (time.monotonic() - began)
+    speeds = [statistics.median(tps for tps, _ in each) for each in (alone, watched)]
+    shares = [statistics.median(share for _, share in each) for each in (alone, watched)]
     return {
-        "alone_tps": statistics.median(alone),
-        "watched_tps": statistics.median(watched),
-        "ratio": statistics.median(watched) / statistics.median(alone),
+        "alone_tps": speeds[0],
+        "watched_tps": speeds[1],
+        "lost": 1.0 - speeds[1] / speeds[0],
+        "cpu": shares[1] - shares[0],
         "reads_per_s": hertz,
     }
 

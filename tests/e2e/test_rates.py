@@ -39,7 +39,10 @@ VARIANTS = [(api, stream) for api in ("chat", "anthropic", "responses") for stre
 async def proxy(tmp_path_factory: Any, patched: Any, smollm: Any) -> AsyncIterator[Served]:
     """Four slots, and a stream of rates with ten documents a second."""
     sizes = ("--parallel", "4", "--ctx-size", "8192", "--max-pools", "4")
-    env = {"POLYKV_TELEMETRY__TPS_INTERVAL_S": "0.1", "POLYKV_ENGINE__ARGS": '["--metrics"]'}
+    env = {
+        "POLYKV_TELEMETRY__TPS_INTERVAL_S": "0.1",
+        "POLYKV_ENGINE__ARGS": '["--metrics", "--sse-ping-interval", "1"]',
+    }
     async with serve(tmp_path_factory.mktemp("rates"), *sizes, env=env) as served:
         yield served
 
@@ -302,6 +305,30 @@ async def test_counters_and_streams_agree(proxy: Served) -> None:
         assert full in names or f"{full}_count" in names, name
     assert "llamacpp:tokens_predicted_total" in names
     await running
+
+
+@pytest.mark.parametrize("api", ["chat", "anthropic"])
+async def test_signs_of_life_are_no_first_token(proxy: Served, api: str) -> None:
+    """The engine sends comments while it computes a long prompt; what follows them is the answer."""
+    path, body = request_of(api, stream=True, tokens=4)
+    body["messages"] = [{"role": "user", "content": ""}]
+    for times in (60, 120, 240, 480):  # until it takes a second
+        name = f"{api}-{times}"
+        body["messages"][0]["content"] = f"{name}. " + "The river is wide and slow. " * times
+        began = monotonic()
+        answer = await proxy.http.post(path, body, {"X-Session-Id": name})
+        took_ms = 1000 * (monotonic() - began)
+        if answer.body.startswith(b":\n\n"):
+            break
+    assert answer.body.startswith(b":\n\n")
+    (record,) = (await proxy.http.get(f"/polykv/requests?session_id={name}")).json["requests"]
+    assert record["prompt_tokens"] > 6 * times
+    sessions = (await proxy.http.get("/polykv/sessions")).json["sessions"]
+    (session,) = (each for each in sessions if each["session_id"] == name)
+    assert session["ttft_ms"] == record["ttft_ms"]
+    if api == "chat":
+        prompt_ms = answer.events[-1]["timings"]["prompt_ms"]
+        assert 1000 < prompt_ms <= record["ttft_ms"] < took_ms
 
 
 async def test_slots_say_whose_they_are(proxy: Served) -> None:
