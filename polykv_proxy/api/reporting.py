@@ -72,7 +72,8 @@ class Reporting:
     def tell(self, work: Work, usage: Usage) -> None:
         """The answer's own account of itself goes to its session; telling it again changes nothing."""
         lease = work.lease
-        if lease is None or lease.session is None or work.told or work.asked.completions != 1:
+        several = work.asked.completions != 1 or work.asked.many_prompts
+        if lease is None or lease.session is None or work.told or several:
             return
         if usage.context_tokens is not None:
             lease.session.context_tokens = lease.context_tokens = usage.context_tokens

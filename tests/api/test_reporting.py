@@ -104,12 +104,15 @@ async def test_a_stock_engines_answers_are_read_for_their_timings(proxies):
     assert rates == {name: pytest.approx(100 / 2.02, rel=0.05) for name in ("plain", "stream")}
 
 
-async def test_several_completions_are_nobodys_speed(rig):
+@pytest.mark.parametrize(
+    ("path", "body"), [(CHAT, chat("a", n=2)), ("/v1/completions", {"prompt": ["a", "b"]})]
+)
+async def test_several_answers_are_nobodys_speed(rig, path, body):
     """Their timings are those of one of them."""
     rig.engine.script.tokens = 101
-    await rig.ask(CHAT, chat("a", n=2, session_id="one"))
+    await rig.ask(path, {**body, "session_id": "one"})
     (session,) = rig.runtime.plane.sessions
-    assert session.context_tokens is None
+    assert (session.context_tokens, session.rate.tps) == (None, None)
 
 
 async def test_first_tokens_are_those_of_streams(rig):
