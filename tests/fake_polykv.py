@@ -106,6 +106,7 @@ class FakePolykv(FakeEngine):
         slow: routes, by path, that wait for an event before they answer.
         cells: those that a pool may find.
         renders: how a chat body becomes text.
+        shows_text: whether its counting routes do; those of an older patch give tokens only.
         reuses: whether slots keep what a next prompt agrees with; off, they are always computed anew.
         cells: how many it says that it has.
         damage: what attaching gets wrong: ``reuse``, ``share`` or ``leak``.
@@ -134,6 +135,7 @@ class FakePolykv(FakeEngine):
         self.broken: dict[str, tuple[int, bytes]] = {}
         self.slow: dict[str, asyncio.Event] = {}
         self.renders: Callable[[dict[str, Any]], str] = _render
+        self.shows_text = True
         self.props |= {"total_slots": slots}
         self.reuses = False
         self.damage: str | None = None
@@ -265,7 +267,13 @@ class FakePolykv(FakeEngine):
 
     async def _count(self, request: web.Request) -> web.Response:
         body = await request.json()
-        tokens = self.tokens_of(self.renders(body))
+        if isinstance(body.get("prompt"), list):
+            return web.json_response({"tokens": self._ids(body["prompt"])})
+        text = self._text(body)
+        tokens = self.tokens_of(text)
+        before = tokens.index(-1) if -1 in tokens else len(tokens)
+        if self.shows_text and before >= int(request.query.get("text", 1 << 30)):
+            return web.json_response({"text": text[:before], "tokens": tokens[before:]})
         return web.json_response({"input_tokens": len(tokens), "tokens": tokens})
 
     async def _apply_template(self, request: web.Request) -> web.Response:
@@ -436,9 +444,22 @@ class FakePolykv(FakeEngine):
         except ValueError:
             return []
         prompt = body.get("prompt")
-        if isinstance(prompt, list) and all(isinstance(item, int) for item in prompt):
-            return prompt
-        return self.tokens_of(prompt if isinstance(prompt, str) else self.renders(body))
+        if isinstance(prompt, list) and not any(isinstance(item, dict) for item in prompt):
+            return self._ids(prompt)
+        return self.tokens_of(self._text(body))
+
+    def _ids(self, prompt: list[int | str]) -> list[int]:
+        """Ids, with texts among them."""
+        parts = [[one] if isinstance(one, int) else self.tokens_of(one) for one in prompt]
+        return [token for part in parts for token in part]
+
+    def _text(self, body: dict[str, Any]) -> str:
+        """What a request's prompt says."""
+        prompt = body.get("prompt")
+        one = prompt[0] if isinstance(prompt, list) and len(prompt) == 1 else prompt
+        if isinstance(one, dict):
+            return str(one["prompt_string"])
+        return one if isinstance(one, str) else self.renders(body)
 
     def _may_reuse(self, recorded: Recorded) -> bool:
         return self.reuses and recorded.json.get("cache_prompt") is not False
@@ -475,7 +496,7 @@ def _refuse(status: int, message: str) -> web.Response:
 
 
 def _render(body: dict[str, Any]) -> str:
-    """A chat template: system text, tools, then each message."""
+    """A chat template: system text, tools, then each message; whatever the API."""
     parts = [f"[{key}]{body[key]}" for key in ("system", "instructions", "tools") if key in body]
     messages = body.get("messages", body.get("input", []))
     if isinstance(messages, str):

@@ -116,7 +116,7 @@ class ControlApi:
             token = error.details.get(f"{kind}_token")
             if isinstance(token, int):
                 with suppress(PolyKVError):  # one the model does not have is no text
-                    error.details[f"{kind}_text"] = await engine.runtime.client.detokenize(token)
+                    error.details[f"{kind}_text"] = await engine.runtime.client.text_of([token])
 
     async def _create_from_session(
         self, request: web.Request, wanted: PoolRequest, engine: Engine, parent: PrefixPool | None = None

@@ -156,7 +156,7 @@ class Durable:
         if self._model is None:
             return None, None
         try:
-            adapters = await self._runtime.client.adapter_list()
+            adapters = await self._runtime.client.adapters()
         except (NotFoundError, BadRequestError):
             adapters = []  # an engine that has none
         self._adapters = [(each.path, each.scale) for each in adapters]
@@ -285,7 +285,7 @@ class Durable:
         if not self._adapters:
             return True
         try:
-            now = [(each.path, each.scale) for each in await self._runtime.client.adapter_list()]
+            now = [(each.path, each.scale) for each in await self._runtime.client.adapters()]
         except PolyKVError:
             return False
         if now != self._adapters:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from polykv_proxy.core.types import PoolNumber, SlotId, SlotSample, Tokens
     from polykv_proxy.engine.client import EngineClient
     from polykv_proxy.engine.patched import Materialized, SnapshotTaken
+    from polykv_proxy.engine.wire import Prompt
 
 LAUNCH_GRACE_S = 3.0
 """Seconds after which an abandoned request that did not show will not run."""
@@ -48,6 +49,9 @@ class Backend(Protocol):
 
     async def prompt_tokens(self, count_path: str, body: bytes) -> Tokens | None:
         """Exact tokens of a body whose API counts at that route; None where they cannot be had."""
+
+    async def prompt(self, count_path: str, body: bytes, *, text_from: int) -> Prompt | None:
+        """The same, but text of so many bytes or more may be shown as it is."""
 
     async def shared(self, slot: SlotId) -> SlotSample | None:
         """What a slot shares with pools; None: nothing ever."""
@@ -125,6 +129,10 @@ class Patched:
     async def prompt_tokens(self, count_path: str, body: bytes) -> Tokens | None:
         """The counting routes give the tokens, too."""
         return await self._client.count_tokens(count_path, body)
+
+    async def prompt(self, count_path: str, body: bytes, *, text_from: int) -> Prompt | None:
+        """And the text, of whatever API."""
+        return await self._client.prompt(count_path, body, text_from=text_from)
 
     async def shared(self, slot: SlotId) -> SlotSample | None:
         """As the counters show it now."""
@@ -218,6 +226,10 @@ class Relaying:
 
     async def prompt_tokens(self, count_path: str, body: bytes) -> Tokens | None:  # noqa: ARG002
         """Nobody needs them."""
+        return None
+
+    async def prompt(self, count_path: str, body: bytes, *, text_from: int) -> Prompt | None:  # noqa: ARG002
+        """Nor this."""
         return None
 
     async def shared(self, slot: SlotId) -> SlotSample | None:  # noqa: ARG002

@@ -105,9 +105,9 @@ class EngineClient:
         """The slots of any engine."""
         return _read(wire.read_slots, await self.get("/slots"))
 
-    async def adapters(self) -> int:
-        """LoRA adapters that the engine has loaded, whether they are in force or not."""
-        return len(_read(wire.read_list, await self.get("/lora-adapters")))
+    async def adapters(self) -> list[wire.Adapter]:
+        """LoRA adapters that the engine has loaded, with the scales in force; 0 for those that are not."""
+        return _read(wire.read_adapters, await self.get("/lora-adapters"))
 
     async def stock_slots(self) -> list[SlotLook]:
         """What the slots of an engine without the patch have done for their tasks."""
@@ -130,17 +130,22 @@ class EngineClient:
         return _read(wire.read_pieces, await self._call("POST", "/tokenize", body, TOKENIZE_TIMEOUT_S))
 
     async def count_tokens(self, path: str, body: bytes) -> Tokens:
-        """Token ids of a chat, Responses or Anthropic body; media are -1.
+        """Token ids of a body, as its counting route has them; media are -1. See ``prompt``."""
+        return _read(wire.read_tokens, await self._call("POST", f"{path}?tokens=1", body, TOKENIZE_TIMEOUT_S))
+
+    async def prompt(self, path: str, body: bytes, *, text_from: int) -> wire.Prompt:
+        """What ``count_tokens`` gives, but text before the first medium as it is, if it is long.
 
         Args:
-            path: the counting route of that API.
+            path: the counting route of the body's API.
             body: the request body.
+            text_from: bytes that the text has at least.
 
         Raises:
             BadRequestError: the engine refuses the body; the message is the engine's.
         """
-        answer = await self._call("POST", f"{path}?tokens=1", body, TOKENIZE_TIMEOUT_S)
-        return _read(wire.read_tokens, answer)
+        path = f"{path}?tokens=1&text={text_from}"
+        return _read(wire.read_prompt, await self._call("POST", path, body, TOKENIZE_TIMEOUT_S))
 
     async def media_marker(self) -> str:
         """What stands for an image or sound in a rendered prompt; another one in each load.
@@ -291,14 +296,6 @@ class EngineClient:
         path = f"/polykv/engine/pools/{number}?action=restore"
         answer = await self._call("POST", path, msgspec.json.encode(wanted), STEP_TIMEOUT_S)
         return _read(patched.read_pool_restored, answer)
-
-    async def adapter_list(self) -> list[wire.Adapter]:
-        """LoRA adapters that the engine has loaded, with the scales in force."""
-        return _read(wire.read_adapters, await self.get("/lora-adapters"))
-
-    async def detokenize(self, token: int) -> str:
-        """Text of one token."""
-        return await self.text_of([token])
 
     async def text_of(self, tokens: Iterable[int]) -> str:
         """Text of tokens."""

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from polykv_proxy.core.types import EngineFacts, SlotSample, Tokens
     from polykv_proxy.engine.client import EngineClient
     from polykv_proxy.engine.poolfiles import CopyLimits
-    from polykv_proxy.engine.wire import StockSlot
+    from polykv_proxy.engine.wire import Prompt, StockSlot
 
 log = structlog.get_logger(__name__)
 
@@ -138,6 +138,10 @@ class Copies:
     async def prompt_tokens(self, count_path: str, body: bytes) -> Tokens | None:
         """See ``prompts``."""
         return await prompts.tokens_of(self._client, count_path, body, media=self._media)
+
+    async def prompt(self, count_path: str, body: bytes, *, text_from: int) -> Prompt | None:  # noqa: ARG002
+        """A chat is text, however short."""
+        return await prompts.shown(self._client, count_path, body, media=self._media)
 
     # -- pools ---------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Prompts of chat bodies on an engine that does not give away their tokens. Pure.
+"""Prompts of bodies on an engine that does not give away their tokens. Pure.
 
 ``/apply-template`` of the engine renders Chat Completions bodies only. A Responses body becomes one here
 where it is plain text; whoever uses the result compares its length with the engine's own count, and the
@@ -12,6 +12,15 @@ from typing import Any
 import msgspec
 
 _TEXT_PARTS = {"input_text", "output_text"}
+
+
+class _Multimodal(msgspec.Struct):
+    prompt_string: str
+
+
+class _Plain(msgspec.Struct):
+    prompt: _Multimodal
+    messages: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
 
 def chat_of_responses(body: bytes) -> bytes | None:
@@ -37,6 +46,15 @@ def chat_of_responses(body: bytes) -> bytes | None:
     else:
         return None
     return msgspec.json.encode({**wanted, "messages": messages})
+
+
+def text_of_plain(body: bytes) -> str | None:
+    """The text of a multimodal prompt of ``/completion``; None where a body is anything else."""
+    try:
+        plain = msgspec.json.decode(body, type=_Plain)
+    except (msgspec.DecodeError, RecursionError):
+        return None
+    return plain.prompt.prompt_string if plain.messages is msgspec.UNSET else None
 
 
 def _message(item: object) -> dict[str, Any] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -73,6 +74,16 @@ class StockSlot(msgspec.Struct, frozen=True):
     """Tokens that it holds."""
 
 
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt as an engine shows it: some text, and what follows that in tokens."""
+
+    text: str | None
+    """Up to the first medium at most; None: the tokens are all of it."""
+    tokens: Tokens
+    """Empty where the text has no media behind it."""
+
+
 class SlotFile(msgspec.Struct):
     """What a save or a restore moved."""
 
@@ -100,6 +111,11 @@ class _Computed(msgspec.Struct):
 
 class _Rendered(msgspec.Struct):
     prompt: str
+
+
+class _Prompt(msgspec.Struct):
+    tokens: list[int]
+    text: str | None = None
 
 
 class _Counted(msgspec.Struct):
@@ -130,8 +146,8 @@ _stock_slots = msgspec.json.Decoder(list[StockSlot])
 _slot_moved = msgspec.json.Decoder(_SlotMoved)
 _computed = msgspec.json.Decoder(_Computed)
 _rendered = msgspec.json.Decoder(_Rendered)
+_prompt = msgspec.json.Decoder(_Prompt)
 _counted = msgspec.json.Decoder(_Counted)
-_list = msgspec.json.Decoder(list[Any])
 _stock_counters = msgspec.json.Decoder(list[_StockCounters])
 
 
@@ -237,14 +253,19 @@ def read_rendered(body: bytes) -> str:
     return _rendered.decode(body).prompt
 
 
+def read_prompt(body: bytes) -> Prompt:
+    """Answer of a counting route that may show text.
+
+    Raises:
+        msgspec.ValidationError: no token ids in it; the engine lacks the patch.
+    """
+    shown = _prompt.decode(body)
+    return Prompt(shown.text, as_tokens(shown.tokens))
+
+
 def read_count(body: bytes) -> int:
     """Answer of a counting route: how many tokens."""
     return _counted.decode(body).input_tokens
-
-
-def read_list(body: bytes) -> list[Any]:
-    """Any JSON array."""
-    return _list.decode(body)
 
 
 def read_stock_slots(body: bytes) -> list[SlotLook]:

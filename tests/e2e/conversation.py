@@ -62,6 +62,8 @@ REQUESTS: list[tuple[str, str, Any]] = [
     ("POST", "/v1/responses", greedy(input="Say hi", max_output_tokens=6, stream=True)),
     ("POST", "/v1/responses/input_tokens", {"input": "Say hi"}),
     ("POST", "/v1/chat/completions/input_tokens", {"messages": USER}),
+    ("POST", "/v1/chat/completions/input_tokens?tokens=1&text=1", {"messages": USER}),
+    ("POST", "/v1/chat/completions/input_tokens?tokens=1", {"prompt": [1, "x"]}),
     ("POST", "/infill", greedy(input_prefix="a", input_suffix="b", n_predict=3)),
     ("POST", "/v1/embeddings", {"input": "x"}),
     ("POST", "/v1/rerank", {"query": "x", "documents": ["y"]}),

@@ -59,6 +59,7 @@ async def test_an_engine_without_pools_is_told_nothing():
     address = await relaying.dispatch(lease(), None, None, echo, pinnable=True)
     assert (address.headers, address.id_slot) == ((), None)
     assert await relaying.prompt_tokens("/v1/chat/completions/input_tokens", b"{}") is None
+    assert await relaying.prompt("/v1/chat/completions/input_tokens", b"{}", text_from=0) is None
     assert await relaying.shared(SlotId(0)) is None
     assert await relaying.release(PoolNumber(0)) == 0
     relaying.forget([SlotId(0)])

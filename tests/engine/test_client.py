@@ -61,8 +61,8 @@ async def client(engine, tmp_path):
 async def test_the_text_of_tokens(engine, client):
     """One call for all of them."""
     engine.body = b'{"content":" world"}'
-    assert await client.text_of(as_tokens([5, 6])) == await client.detokenize(5) == " world"
-    assert [json.loads(body) for *_, body in engine.seen] == [{"tokens": [5, 6]}, {"tokens": [5]}]
+    assert await client.text_of(as_tokens([5, 6])) == " world"
+    assert [json.loads(body) for *_, body in engine.seen] == [{"tokens": [5, 6]}]
 
 
 # -- failures ---------------------------------------------------------------------------------------------
@@ -209,6 +209,14 @@ async def test_prompts_are_tokenized_as_a_completion_sees_them(engine, client):
     assert engine.seen[1][1::2] == ("/v1/x?tokens=1", b'{"raw" : 1}')
 
 
+async def test_a_prompt_may_be_shown_as_text(engine, client):
+    """From so many bytes on; the body goes as it is."""
+    engine.body = b'{"text":"x","tokens":[-1,2]}'
+    shown = await client.prompt("/v1/x", b'{"raw" : 1}', text_from=9)
+    assert (shown.text, list(shown.tokens)) == ("x", [-1, 2])
+    assert engine.seen[0][1::2] == ("/v1/x?tokens=1&text=9", b'{"raw" : 1}')
+
+
 async def test_a_slot_action_passes_as_it_is(engine, client):
     """Status and body are the engine's, also where it refuses."""
     engine.status, engine.body = 400, b"no"
@@ -248,7 +256,7 @@ async def test_slots_are_moved_to_files_and_back(engine, client):
     ]
     assert json.loads(engine.seen[1][3]) == {"filename": "f.bin"}
     engine.body = b'[{"id":0}]'
-    assert await client.adapters() == 1
+    assert len(await client.adapters()) == 1
 
 
 async def test_pools_are_moved_to_files_and_back(engine, client):
@@ -267,7 +275,7 @@ async def test_pools_are_moved_to_files_and_back(engine, client):
     assert json.loads(engine.seen[1][3]) == {"filename": "f.bin", "parent": 1, "n_parent": 3}
     assert json.loads(engine.seen[2][3]) == {"filename": "f.bin"}
     engine.body = b'[{"id":0,"path":"l.gguf","scale":0.5}]'
-    assert [(each.path, each.scale) for each in await client.adapter_list()] == [("l.gguf", 0.5)]
+    assert [(each.path, each.scale) for each in await client.adapters()] == [("l.gguf", 0.5)]
 
 
 async def test_a_prompt_is_computed_in_a_slot(engine, client):

@@ -8,7 +8,7 @@ from fake_stock import FakeStock
 from polykv_proxy.core.types import MEDIUM
 from polykv_proxy.engine.address import EngineAddress
 from polykv_proxy.engine.client import EngineClient
-from polykv_proxy.engine.prompts import tokens_of
+from polykv_proxy.engine.prompts import shown, tokens_of
 from polykv_proxy.errors import BadRequestError
 
 CHAT = "/v1/chat/completions/input_tokens"
@@ -26,9 +26,14 @@ async def engine():
 
 
 async def tokens(engine, body, path=CHAT, *, media=False):
-    """What is found out of a body, as text where it is all text."""
+    """What is found out of a body; what is shown of it says the same."""
+    raw = json.dumps(body).encode()
     async with EngineClient(EngineAddress.parse(engine.address), None) as client:
-        found = await tokens_of(client, path, json.dumps(body).encode(), media=media)
+        found = await tokens_of(client, path, raw, media=media)
+        prompt = await shown(client, path, raw, media=media)
+    assert (found is None) == (prompt is None)
+    if prompt is not None:
+        assert list(found) == [*ids(prompt.text or ""), *prompt.tokens]
     return None if found is None else list(found)
 
 
@@ -48,6 +53,13 @@ async def test_media_are_one_position_behind_the_text_before_them(engine):
     assert await tokens(engine, PICTURE, media=True) == [*ids("before"), MEDIUM]
     assert await tokens(engine, PICTURE) == ids("before<m>behind")
     assert await tokens(engine, HELLO, media=True) == ids("before<m>behind")
+
+
+async def test_a_multimodal_prompt_is_text_already(engine):
+    """The engine is not asked to render it."""
+    body = {"prompt": {"prompt_string": "before<m>behind", "multimodal_data": [""]}}
+    assert await tokens(engine, body, media=True) == [*ids("before"), MEDIUM]
+    assert not engine.of("/apply-template")
 
 
 async def test_what_only_looks_like_media_is_text(engine):

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from polykv_proxy.engine.rendering import chat_of_responses
+from polykv_proxy.engine.rendering import chat_of_responses, text_of_plain
 
 
 def converted(**body):
@@ -61,3 +61,12 @@ def test_what_is_more_than_text_is_left_to_the_engine(body):
 def test_what_is_no_object_is_left_to_the_engine(raw):
     """It refuses in its own words."""
     assert chat_of_responses(raw) is None
+
+
+def test_a_multimodal_prompt_has_a_text():
+    """Where it is one; what has messages is a chat."""
+    plain = {"prompt": {"prompt_string": "a<m>", "multimodal_data": [""]}}
+    assert text_of_plain(json.dumps(plain).encode()) == "a<m>"
+    for other in ({"prompt": "a"}, {"prompt": [1, "a"]}, {"messages": []}, plain | {"messages": []}, []):
+        assert text_of_plain(json.dumps(other).encode()) is None
+    assert text_of_plain(b"[" * 100_000) is None

@@ -64,6 +64,22 @@ def test_a_count_without_ids_is_an_engine_without_the_patch():
         wire.read_tokens(b'{"input_tokens":22}')
 
 
+@pytest.mark.parametrize("name", ["shown_chat", "shown_responses", "shown_messages"])
+def test_prompts_are_text_up_to_where_they_are_tokens(name):
+    """The same form from every route; without media there are none."""
+    shown = wire.read_prompt(reply(name))
+    assert shown.text.startswith("<|im_start|>system")
+    assert not shown.tokens
+
+
+def test_a_prompt_without_text_is_all_tokens():
+    """It is too short, or the engine's patch is older; one without a patch is refused."""
+    shown = wire.read_prompt(reply("count_chat"))
+    assert (shown.text, len(shown.tokens)) == (None, 22)
+    with pytest.raises(msgspec.ValidationError):
+        wire.read_prompt(b'{"input_tokens":22}')
+
+
 def test_slots_of_any_engine_are_read():
     """A slot has a task after its first only."""
     assert not any(slot.is_processing for slot in wire.read_slots(reply("slots")))
@@ -89,7 +105,6 @@ def test_what_an_engine_without_the_patch_says_of_prompts():
     assert wire.read_count(b'{"input_tokens":7}') == 7
     timings = wire.read_computed(b'{"timings":{"cache_n":1,"prompt_n":2,"prompt_ms":3.5}}')
     assert (timings.cache_n, timings.prompt_n) == (1, 2)
-    assert wire.read_list(b'[{"id":0}]') == [{"id": 0}]
 
 
 def test_the_engines_own_sentence_is_kept():
