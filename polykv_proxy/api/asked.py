@@ -224,6 +224,21 @@ def prompt_tokens(raw: bytes) -> Tokens | str | None:
     return None
 
 
+def odd_prompt(raw: bytes) -> bytes | None:
+    """The mixed or multimodal form of a plain completion's one prompt, as a body that the engine counts.
+
+    None for any other form, and for several prompts.
+    """
+    if raw[:1] == b"{":
+        return b'{"prompt":' + raw + b"}"
+    items = members.items(raw)
+    kinds = {item[:1] for item in items}
+    if len(items) == 1 and kinds == {b"{"}:
+        return b'{"prompt":' + items[0] + b"}"
+    is_mixed = b'"' in kinds and any(kind in b"-0123456789" for kind in kinds)
+    return b'{"prompt":' + raw + b"}" if is_mixed else None
+
+
 def _ours(parsed: _Body, headers: dict[str, str]) -> _Ours:
     """Our members, wherever they stand: the object, else the shorthands, else the headers."""
     ours = _strict(parsed.opencoti, _Ours | None, "opencoti") or _Ours()

@@ -48,7 +48,10 @@ class Family:
         return b"data: " + msgspec.json.encode({"error": error}) + b"\n\n"
 
 
-_CHAT = Family(Dialect.OPENAI_CHAT, "/v1/chat/completions/input_tokens")
+CHAT_COUNT = "/v1/chat/completions/input_tokens"
+"""Counts chats; and, patched, plain prompts that are not just text."""
+
+_CHAT = Family(Dialect.OPENAI_CHAT, CHAT_COUNT)
 _RESPONSES = Family(Dialect.RESPONSES, "/v1/responses/input_tokens")
 _LLAMA = Family(Dialect.LLAMA)
 _OTHER = Family(Dialect.OTHER)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgspec
 
+from polykv_proxy.api.families import CHAT_COUNT
 from polykv_proxy.api.shapes import says
 from polykv_proxy.core.types import as_tokens, common_prefix, text_prefix
 from polykv_proxy.errors import BadRequestError, UnavailableError
@@ -27,7 +28,6 @@ R = TypeVar("R", bound="PoolRequest")
 MIN_POOL_TOKENS = 32
 """Below this there is nothing worth sharing."""
 
-_CHAT_COUNT = "/v1/chat/completions/input_tokens"
 _PROBES = ("Aardvark", "zebra 7")
 """Two texts without a common start: whatever two renderings agree on comes before them."""
 
@@ -159,7 +159,7 @@ async def _rendered(wanted: PoolRequest, ending: list[dict[str, Any]], engine: E
     if wanted.chat_template_kwargs is not None:
         chat["chat_template_kwargs"] = wanted.chat_template_kwargs
     try:
-        tokens = await engine.runtime.backend.prompt_tokens(_CHAT_COUNT, msgspec.json.encode(chat))
+        tokens = await engine.runtime.backend.prompt_tokens(CHAT_COUNT, msgspec.json.encode(chat))
     except UnavailableError as error:
         if error.code != "engine_failed":
             raise

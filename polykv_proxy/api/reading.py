@@ -1,11 +1,11 @@
 """The exact tokens of prompts, without tokenizing again what was tokenized before.
 
-1. A chat is rendered by the engine; a plain prompt is text already.
+1. The engine makes text of a body, whatever its API; a plain prompt is text already.
 2. What of the text was read before, for the same scope, is known in tokens up to a seam (``core.texts``).
 3. The engine tokenizes the rest.
 
-Where a body is more than that (other APIs, media), or too short to be worth it, the engine counts it in one
-step.
+The text ends before the first medium. What follows it comes in tokens, and so does what is too short to be
+worth two questions.
 The engine compares tokens itself before it reuses anything: an error here would cost speed only.
 """
 
@@ -17,8 +17,7 @@ import msgspec
 import structlog
 
 from polykv_proxy.api import asked as asking
-from polykv_proxy.api.families import Dialect
-from polykv_proxy.core.media import has_media
+from polykv_proxy.api.families import CHAT_COUNT
 from polykv_proxy.core.texts import Seam, Texts, choose_seam
 from polykv_proxy.errors import BadRequestError, NotFoundError, PolyKVError
 
@@ -75,25 +74,30 @@ class Reader:
         return self._runtime.epoch, self._runtime.plane.model_identity
 
     async def _read(self, family: Family, asked: Asked, scope: Scope) -> Tokens | None:
-        if family.count_path is None:
-            prompt = None if asked.prompt is None else asking.prompt_tokens(asked.prompt)
-            return await self._of_text(prompt, scope) if isinstance(prompt, str) else prompt
-        if family.dialect is not Dialect.OPENAI_CHAT or not self._is_worth_it(asked.body):
-            return await self._runtime.backend.prompt_tokens(family.count_path, asked.body)
-        return await self._of_text(await self._runtime.client.render(asked.body), scope)
+        if family.count_path is not None:
+            return await self._of_body(family.count_path, asked.body, scope)
+        raw = asked.prompt or b""
+        prompt = asking.prompt_tokens(raw)
+        if isinstance(prompt, str):
+            texts = await self._known() if len(prompt) >= MIN_BYTES else None
+            return await self._of_text(prompt, scope, texts)
+        if prompt is None and (body := asking.odd_prompt(raw)) is not None:
+            return await self._of_body(CHAT_COUNT, body, scope)
+        return prompt
 
-    def _is_worth_it(self, body: bytes) -> bool:
-        plane = self._runtime.plane
-        return (
-            len(body) >= MIN_BYTES
-            and plane.facts is not None
-            and plane.capability.has_pools
-            and not (plane.facts.media and has_media(body))
-        )
+    async def _of_body(self, count_path: str, body: bytes, scope: Scope) -> Tokens | None:
+        backend = self._runtime.backend
+        worth_it = len(body) >= MIN_BYTES and self._runtime.plane.capability.has_pools
+        texts = await self._known() if worth_it else None
+        if texts is None:
+            return await backend.prompt_tokens(count_path, body)
+        shown = await backend.prompt(count_path, body, text_from=MIN_BYTES)
+        if shown is None or shown.text is None:
+            return None if shown is None else shown.tokens
+        return await self._of_text(shown.text, scope, texts) + shown.tokens
 
-    async def _of_text(self, text: str, scope: Scope) -> Tokens:
+    async def _of_text(self, text: str, scope: Scope, texts: Texts | None) -> Tokens:
         client = self._runtime.client
-        texts = await self._known() if len(text) >= MIN_BYTES else None
         if texts is None:
             return await client.tokenize(text)
         raw = text.encode()
@@ -133,19 +137,24 @@ class Reader:
     async def _seam(self) -> Seam | None:
         """The special token that this model's prompts are divided by, if they can be read in parts.
 
+        Text must have the tokens that the engine counts for it, whole and in parts.
+
         Raises:
             PolyKVError: the engine refuses to show it, or cannot answer.
         """
         client = self._runtime.client
         roles = ("user", "assistant")
         chat = [{"role": roles[at % 2], "content": text} for at, text in enumerate(_TURNS)]
-        text = await client.render(msgspec.json.encode({"messages": chat}))
+        body = msgspec.json.encode({"messages": chat})
+        text = await client.render(body)
         whole, ends = await client.tokenize(text), await client.tokenize(text, whole=False)
         added = len(whole) - len(ends)
         plain = await client.tokenize(text, whole=False, special=False)
         seam = choose_seam(await client.pieces(text), plain, added=added)
         if seam is None or whole[added:] != ends:
             return None  # a token at the end belongs to no part
+        if await self._runtime.backend.prompt_tokens(CHAT_COUNT, body) != whole:
+            return None
         raw = text.encode()
         at = raw.rfind(seam.text)
         parts = [await client.tokenize(part.decode(), whole=False) for part in (raw[:at], raw[at:])]

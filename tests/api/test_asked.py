@@ -8,7 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polykv_proxy.api.asked import OUR_KEYS, TEXT_LINK_BYTES, pinner, prompt_tokens, read, without
+from polykv_proxy.api.asked import (
+    OUR_KEYS,
+    TEXT_LINK_BYTES,
+    odd_prompt,
+    pinner,
+    prompt_tokens,
+    read,
+    without,
+)
 from polykv_proxy.api.families import INFERENCE
 from polykv_proxy.core.types import as_tokens
 from polykv_proxy.errors import BadRequestError
@@ -289,6 +297,34 @@ def test_prompts_have_text_or_ids(prompt, expected):
 def test_a_prompt_that_does_not_decode_has_neither():
     """No exception escapes."""
     assert prompt_tokens(b'"\xff"') is None
+
+
+@pytest.mark.parametrize(
+    ("prompt", "one"),
+    [
+        ({"prompt_string": "a", "multimodal_data": ["b"]}, True),
+        ([{"prompt_string": "a"}], True),
+        ([1, "a", -2], True),
+        (["a", {"prompt_string": "b"}], False),
+        ([{"prompt_string": "a"}, {"prompt_string": "b"}], False),
+        ([1, 2], False),
+        (["a"], False),
+        ([[1]], False),
+        ([], False),
+        ("a", False),
+        (3, False),
+    ],
+)
+def test_a_prompt_of_another_form_is_the_engines_to_count(prompt, one):
+    """If it is one; a list of one is that one."""
+    raw = odd_prompt(json.dumps(prompt).encode())
+    inner = prompt[0] if isinstance(prompt, list) and len(prompt) == 1 else prompt
+    assert (None if raw is None else json.loads(raw)) == ({"prompt": inner} if one else None)
+
+
+def test_no_prompt_and_a_broken_one_are_of_no_form():
+    """No exception escapes."""
+    assert odd_prompt(b"") is odd_prompt(b"[1,") is None
 
 
 # -- fingerprints -----------------------------------------------------------------------------------------

@@ -68,10 +68,14 @@ async def test_a_body_that_cannot_be_counted_is_the_engines_to_refuse(rig):
         assert (answer.status, answer.json["opencoti"]["pool_match"]) == (200, None)
 
 
-async def test_a_mixed_prompt_runs_unpooled(rig):
-    """Text among ids is for the engine to make sense of."""
+async def test_a_mixed_prompt_is_the_engines_to_read(rig):
+    """Text among ids; several prompts are none that could ride on a pool."""
     pool_id = await pool_for(rig, "/completion")
-    answer = await rig.ask("/completion", {"prompt": [1, "a"], "pool_id": pool_id})
+    tokens = list(rig.runtime.plane.tree.get(pool_id).tokens)
+    text = "".join(map(chr, tokens[2:40]))
+    answer = await rig.ask("/completion", {"prompt": [*tokens[:2], text], "pool_id": pool_id})
+    assert answer.json["opencoti"]["n_pool_shared"] == 40
+    answer = await rig.ask("/completion", {"prompt": ["a", "b"], "pool_id": pool_id})
     assert answer.json["opencoti"]["n_pool_shared"] is None
 
 

@@ -214,15 +214,16 @@ async def test_a_pool_of_more_text_is_shared_up_to_the_image(clean: Served, sigh
 
 @pytest.mark.parametrize("named", [True, False])
 async def test_a_prompt_that_begins_with_an_image_shares_nothing(clean: Served, *, named: bool) -> None:
-    """POOL-19: unpooled, reason media."""
+    """POOL-19: unpooled, reason media; but for models that announce an image with a word of their own."""
     made = await pool(clean, {"messages": [RULES]})
     marker = (await clean.engine.get("/props")).json["media_marker"]
     prompt = {"prompt_string": f"{marker} {SYSTEM}", "multimodal_data": [base64_png(1, *SIZE)]}
     ours = {"pool_id": made["pool_id"]} if named else {"opencoti": {"session_id": "a"}}
+    announced = (await ids(clean, {"prompt": prompt}))[0] != MEDIUM
     answer = await ask(clean, {"prompt": prompt, "n_predict": 4, **ours}, "/completion")
     block = answer["opencoti"]
-    assert block.get("unpooled_reason") == ("media" if named else None)
-    assert block["pool_match"] is None
+    assert block.get("unpooled_reason") == ("media" if named and not announced else None)
+    assert block["pool_match"] == (0 if named else None)
     assert answer["timings"]["cache_n"] == 0
     assert all(slot["n_pool_shared"] == 0 for slot in (await clean.quiet())["slots"])
     await audit(clean)
@@ -374,6 +375,10 @@ async def test_a_stock_engine_shares_the_text_before_an_image(
         assert made["prefix_len"] < seen["prefix_len"] < text["prefix_len"]
         refused = await served.http.post("/polykv/pools", {"from_session": "a"})
         assert (refused.status, refused.json["error"]["code"]) == (503, "slot_file")
+        made_of_text = await pool(served, {"prompt": f"{SYSTEM} Look"})
+        body = {"prompt": await plain(served, 1), "pool_id": made_of_text["pool_id"], "session_id": "c"}
+        answer = await ask(served, body | {"n_predict": 4}, "/completion")
+        assert answer["opencoti"]["n_pool_shared"] == made_of_text["prefix_len"]
 
 
 # -- other APIs ----------------------------------------------------------------------------------------------
@@ -415,4 +420,41 @@ async def test_other_apis_share_the_text_before_an_image(
         record = await latest(clean)
         assert (record["cached_tokens"], record["prompt_tokens"]) == (reused, len(tokens))
     assert record["divergence"]["cause"] == "media"
+    await audit(clean)
+
+
+async def plain(served: Served, seed: int, text: str = " What is it?") -> dict[str, Any]:
+    """A prompt of text, an image and text."""
+    marker = (await served.engine.get("/props")).json["media_marker"]
+    return {"prompt_string": f"{SYSTEM} Look: {marker}{text}", "multimodal_data": [base64_png(seed, *SIZE)]}
+
+
+@pytest.mark.parametrize("listed", [False, True])
+async def test_a_plain_prompt_shares_the_text_before_an_image(
+    clean: Served, sight: Sight, *, listed: bool
+) -> None:
+    """POOL-19: as in chats, alone or as a list of one; one with another image is another conversation."""
+    made = await pool(clean, {"prompt": f"{SYSTEM} Look"})
+    tokens = await ids(clean, {"prompt": await plain(clean, 1)})
+    assert made["prefix_len"] < tokens.index(MEDIUM)
+    assert tokens.count(MEDIUM) == sight.image_tokens
+    for seed, reused in ((1, made["prefix_len"]), (1, len(tokens) - 1), (2, made["prefix_len"])):
+        prompt = await plain(clean, seed)
+        body = {"prompt": [prompt] if listed else prompt, "n_predict": 4, "session_id": "a"}
+        answer = await ask(clean, body | {"pool_id": made["pool_id"]}, "/completion")
+        block = answer["opencoti"]
+        assert (block["pool_match"], block["n_pool_shared"]) == (made["prefix_len"], made["prefix_len"])
+        assert answer["timings"]["cache_n"] == reused
+        assert answer["tokens_evaluated"] == len(tokens)
+    await audit(clean)
+
+
+async def test_plain_prompts_with_images_share_by_themselves(clean: Served) -> None:
+    """POOL-15, POOL-19: the pool, and a snapshot, end before the image."""
+    before = (await ids(clean, {"prompt": await plain(clean, 1)})).index(MEDIUM)
+    for name, reused in (("a", 0), ("b", before), ("c", before)):
+        body = {"prompt": await plain(clean, 1, f" Say {name}."), "n_predict": 4, "session_id": name}
+        assert (await ask(clean, body, "/completion"))["timings"]["cache_n"] == reused
+    (auto,) = (await clean.listing())["pools"]
+    assert (auto["origin"], auto["prefix_len"]) == ("auto", before)
     await audit(clean)
