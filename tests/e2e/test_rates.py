@@ -372,7 +372,6 @@ async def test_a_stock_engine_tells_enough(tmp_path: Any, stock: Any, smollm: An
         assert min(windows) * (1 - 2 * WITHIN) <= reported <= max(windows) * (1 + 2 * WITHIN)
         path, body = request_of("chat", stream=False, tokens=60)
         answer = (await served.http.post(path, {**body, "session_id": "plain"})).json
-        # of its last seconds; the timings are of all of it
-        assert answer["opencoti"]["session_tps"] == pytest.approx(
-            answer["timings"]["predicted_per_second"], rel=0.5
-        )
+        told, whole = answer["opencoti"]["session_tps"], answer["timings"]["predicted_per_second"]
+        print(f"stock: told {told:.2f} at the end, {whole:.2f} over all of it")
+        assert whole / 4 <= told <= whole * 4, "of its last seconds, in which a busy machine may do anything"
