@@ -41,8 +41,9 @@ class SessionsApi:
     def add_to(self, router: web.UrlDispatcher) -> None:
         """Add the routes."""
         router.add_get("/polykv/sessions", self.list_sessions)
-        router.add_post("/polykv/sessions/{session_id}/close", self.close)
-        router.add_post("/polykv/sessions/{session_id}/migrate", self.migrate)
+        # a name may hold braces, which a plain pattern leaves out
+        router.add_post("/polykv/sessions/{session_id:[^/]+}/close", self.close)
+        router.add_post("/polykv/sessions/{session_id:[^/]+}/migrate", self.migrate)
 
     async def list_sessions(self, request: web.Request) -> web.Response:
         """``GET /polykv/sessions``."""

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, cast
 
 from polykv_proxy.edge.exchange import Exchange, RequestBody
 from polykv_proxy.edge.framing import Body, ChunkedBody, FramingError, LengthBody
-from polykv_proxy.edge.head import MalformedRequestError, status_line
+from polykv_proxy.edge.head import HEAD_BYTES, MalformedRequestError, status_line
 from polykv_proxy.edge.parse import parse_request_head
 from polykv_proxy.errors import PolyKVError, UnavailableError
 
@@ -39,7 +39,7 @@ _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 class Limits:
     """What one client connection may take."""
 
-    head_bytes: int = 64 * 1024
+    head_bytes: int = HEAD_BYTES
     """Longest request head; beyond it 431."""
     pipeline_bytes: int = 64 * 1024
     """Bytes of later requests kept while one is at work."""

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 Headers: TypeAlias = Sequence[tuple[bytes, bytes]]
 """Field lines in order of arrival: (name as sent, value without surrounding whitespace)."""
 
+HEAD_BYTES = 64 * 1024
+"""Longest request head that is read."""
+
 HOP_BY_HOP = frozenset(
     {
         b"connection",

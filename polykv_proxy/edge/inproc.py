@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Self
 
 from aiohttp import web
 
+from polykv_proxy.edge.head import HEAD_BYTES
 from polykv_proxy.edge.upstream import Upstream
 
 if TYPE_CHECKING:
@@ -56,7 +57,15 @@ class InProcess:
     """
 
     def __init__(self, app: web.Application) -> None:
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
+        self._runner = web.AppRunner(
+            app,
+            handler_cancellation=True,
+            access_log=None,
+            # what came so far passed our own limits, and would be refused here by an answer of another form
+            max_line_size=HEAD_BYTES,
+            max_field_size=HEAD_BYTES,
+            max_headers=HEAD_BYTES,
+        )
         self.upstream = Upstream(_PairDialer(self._runner))
 
     async def start(self) -> None:

@@ -1,5 +1,9 @@
 """Claims about ``api.sessions``: what clients see of conversations."""
 
+from urllib.parse import quote
+
+import pytest
+
 from api.rig import CHAT, chat
 
 POOL = {"prompt": "x" * 40}
@@ -15,6 +19,15 @@ async def test_a_session_is_listed_until_it_is_closed(rig):
     assert (await rig.ask("/polykv/sessions")).json["sessions"] == []
     again = await rig.ask("/polykv/sessions/me/close", {})
     assert (again.status, again.error["code"]) == (404, "session_not_found")
+
+
+@pytest.mark.parametrize("name", ["{}", "a{b}c", "a b", "ä/ö?#%"])
+async def test_a_session_is_closed_whatever_its_name(rig, name):
+    """A name may have any characters; in a path they are escaped."""
+    await rig.ask(CHAT, chat("hi", session_id=name))
+    closed = await rig.ask(f"/polykv/sessions/{quote(name, safe='')}/close", {})
+    assert closed.json["session_id"] == name
+    assert (await rig.ask("/polykv/sessions")).json["sessions"] == []
 
 
 async def test_another_keys_session_does_not_exist(rig):

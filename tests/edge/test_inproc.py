@@ -60,6 +60,24 @@ async def test_requests_reach_the_application(rig, plane):
     assert inproc.upstream.connections == 2  # one more for the body that did not fit into a read
 
 
+@pytest.mark.parametrize(
+    "head",
+    [
+        get(b"/echo?" + b"x" * 20_000),
+        get(b"/echo", *(b"X-Field-%d: v" % number for number in range(300))),
+        get(b"/echo", b"Authorization: Bearer " + b"x" * 20_000),
+    ],
+    ids=["target", "fields", "value"],
+)
+async def test_what_the_edge_lets_in_is_not_too_long_for_the_application(rig, plane, head, caplog):
+    """Else aiohttp would refuse it, in a form of its own, and put what was sent on the log."""
+    port, _, _ = plane
+    client = await rig.client(port)
+    await client.send(head)
+    assert (await client.read_message()).status == 200
+    assert not caplog.records
+
+
 async def test_client_that_leaves_cancels_the_application(rig, plane):
     """The application's handler is cancelled when the client closes its stream."""
     port, notes, _ = plane
