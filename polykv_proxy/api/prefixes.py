@@ -8,6 +8,7 @@ Rule 3: what the engine cannot render is the caller's mistake, in the engine's w
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgspec
@@ -27,6 +28,8 @@ R = TypeVar("R", bound="PoolRequest")
 
 MIN_POOL_TOKENS = 32
 """Below this there is nothing worth sharing."""
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 _PROBES = ("Aardvark", "zebra 7")
 """Two texts without a common start: whatever two renderings agree on comes before them."""
@@ -52,7 +55,9 @@ class PoolRequest(msgspec.Struct, forbid_unknown_fields=True):
     engine: Annotated[str | None, says("Where; else where there is most room.")] = None
     pin: Annotated[bool, says("Never evict it unasked.")] = False
     ttl_s: Annotated[float | None, says("Release it when it was out of use for so many seconds.")] = None
-    label: Annotated[str | None, says("A name for people, and for policies.")] = None
+    label: Annotated[str | None, says("A name for people, and for policies; without control characters.")] = (
+        None
+    )
 
 
 class ForkRequest(PoolRequest, forbid_unknown_fields=True):
@@ -83,6 +88,9 @@ async def read_wanted(request: web.Request, kind: type[R]) -> R:
         raise BadRequestError(f"not valid JSON: {error}") from None
     if wanted.ttl_s is not None and not wanted.ttl_s > 0:
         raise BadRequestError("ttl_s must be more than 0 seconds", param="ttl_s")
+    if wanted.label is not None and _CONTROL.search(wanted.label):
+        # it becomes a label in /metrics: one NUL there, and no scrape is understood any more
+        raise BadRequestError("label must not have control characters", param="label")
     return wanted
 
 

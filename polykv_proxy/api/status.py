@@ -67,9 +67,13 @@ class Status:
         return views.properties(runtime.plane, self._patch, runtime.saver.status(), admission)
 
     async def slots(self, exchange: Exchange) -> None:
-        """``GET /slots`` with our ``opencoti`` member in each slot; every other byte stays."""
+        """``GET /slots`` with our ``opencoti`` member in each slot; every other byte stays.
+
+        The engine lets every web page read its routes. Pages from elsewhere get what it says, and no names of
+        sessions, which ``/polykv`` does not tell them either.
+        """
         head, body = await fetch(self._upstream, exchange)
-        if head.status == 200:
+        if head.status == 200 and not self._guard.is_foreign_page(guarded(exchange.head)):
             body = self._with_members(body, self._sees(exchange.head))
         await exchange.respond(head.status, kept_headers(head), body)
 

@@ -52,6 +52,8 @@ async def test_a_prompt_and_tokens_make_pools_too(rig):
         ({"messages": [{"role": "system", "content": "short"}]}, "messages"),
         (TOKENS | {"n_tokens": 0}, "n_tokens"),
         (TOKENS | {"nonsense": 1}, None),
+        (TOKENS | {"label": "a\0b"}, "label"),
+        (TOKENS | {"label": "a\n"}, "label"),
         (b"{", None),
         (b'{"prompt":"\xff"}', None),
         (b'{"messages":[{"a":' + b"[" * 5000, None),

@@ -132,6 +132,15 @@ async def test_slots_name_only_ones_own_sessions(proxies):
     assert await named(X_Polykv_Admin_Key="boss") == "mine"
 
 
+async def test_a_foreign_page_is_not_told_of_sessions(rig):
+    """The engine opens its routes to all pages; what we add to them is for our own."""
+    await rig.ask(CHAT, chat("a", session_id="mine"))
+    plain = (await rig.ask("/slots", Origin="http://evil.example")).json
+    assert all("opencoti" not in slot for slot in plain)
+    ours = (await rig.ask("/slots", Origin=rig.url)).json
+    assert ours[0]["opencoti"]["session_id"] == "mine"
+
+
 async def test_slots_of_a_stock_engine(proxies):
     """The only request is in the only slot at work."""
     rig = await proxies(max_pools=0)
