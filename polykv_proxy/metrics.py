@@ -20,7 +20,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from polykv_proxy.core.divergence import Cause
-from polykv_proxy.core.experience import fresh
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -222,7 +221,7 @@ class _Picture:
     @property
     def cells_used(self) -> float | None:
         """Used cells as of the last sample."""
-        sample = fresh(self.plane.sample, self.now)
+        sample = self.plane.present(self.now)
         return None if sample is None else sample.cells_used
 
     @property

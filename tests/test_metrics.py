@@ -156,11 +156,20 @@ def test_a_speed_that_is_not_known_is_not_there(plane, monkeypatch):
     found = shown(one)
     assert (found["gen_throughput_tps", ("pool", "none")], found["kv_cells_used"]) == (0.0, 170.0)
     assert ("gen_throughput_tps", ("pool", "docs")) not in found
-    monkeypatch.setattr(metrics, "monotonic", lambda: now + STALE_S + 0.1)
-    found = shown(one)
-    assert {key for key in found if key[0] == "gen_throughput_tps"} == set()
-    assert "kv_cells_used" not in found
-    assert found["pool_sessions", ("pool", "docs")] == 1.0
+    later = now + STALE_S + 0.1
+
+    def gone():
+        found = shown(one)
+        assert {key for key in found if key[0] in ("gen_throughput_tps", "aggregate_tps")} == set()
+        assert "kv_cells_used" not in found
+        assert found["pool_sessions", ("pool", "docs")] == 1.0
+
+    with monkeypatch.context() as patch:
+        patch.setattr(metrics, "monotonic", lambda: later)
+        gone()
+    assert shown(one)["kv_cells_used"] == 170.0
+    plane.on_engine_down()  # at once, not when the last reading has become old
+    gone()
 
 
 def test_events_are_counted(plane):

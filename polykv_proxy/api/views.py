@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from polykv_proxy import __version__
-from polykv_proxy.core.experience import compaction_pressure, context_of, fresh, headroom, pressure
+from polykv_proxy.core.experience import compaction_pressure, context_of, headroom, pressure
 from polykv_proxy.core.keeping import holds_otherwise, is_held, is_orphan, last_use, resting, riding
 
 if TYPE_CHECKING:
@@ -246,7 +246,7 @@ def rates(planes: Mapping[str, ControlPlane], scope: Scope | None, now: float, n
     """
     books = [plane.experience.book for plane in planes.values()]
     active = [tps for book in books for tps in book.active_tps(now)]
-    uses = [use for plane in planes.values() if (use := pressure(fresh(plane.sample, now))) is not None]
+    uses = [use for plane in planes.values() if (use := pressure(plane.present(now))) is not None]
     use = max(uses, default=None)
     return {
         "ts": now_ts,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from polykv_proxy.core.accounting import attribute
 from polykv_proxy.core.cells import Cells
 from polykv_proxy.core.decisions import Command, Lease, PoolPolicy, StopRunning
-from polykv_proxy.core.experience import Experience
+from polykv_proxy.core.experience import Experience, fresh
 from polykv_proxy.core.holdings import PoolHoldings
 from polykv_proxy.core.keeping import is_orphan, resting, riding
 from polykv_proxy.core.leases import Leases
@@ -136,6 +136,10 @@ class ControlPlane:
         self.tree.shares_cells = capability.shares_cells
         self.leases.serving = True
         return self.leases.serve_waiting(now)
+
+    def present(self, now: float) -> EngineSample | None:
+        """The last reading, while it speaks of the present."""
+        return fresh(self.sample, now) if self.serving else None
 
     def on_engine_down(self) -> None:
         """Nothing can be sent until the next ``on_engine_ready``; what was running ends on its own."""

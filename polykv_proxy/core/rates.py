@@ -202,6 +202,8 @@ class RateBook:
         """The engine is gone, and nobody waits for its tokens any more."""
         for slot in self._slots.values():
             _over(slot.rate)
+        self._window.clear()
+        self.taken_at = None
 
     # -- what comes in -----------------------------------------------------------------------------------
 
