@@ -64,6 +64,8 @@ class ChatPolyKV(BaseChatModel):
     """With or without ``/v1``."""
     api_key: SecretStr | None = Field(default_factory=secret_from_env("POLYKV_API_KEY", default=None))
     """Pools belong to it: create them with the same key."""
+    admin_key: SecretStr | None = Field(default_factory=secret_from_env("POLYKV_ADMIN_API_KEY", default=None))
+    """For pools, headroom and whatever else is a control route, where the proxy demands one."""
     temperature: float | None = None
     max_tokens: int | None = None
     stop: list[str] | None = None
@@ -139,7 +141,8 @@ class ChatPolyKV(BaseChatModel):
     def _client_options(self) -> dict[str, Any]:
         return {
             "base_url": self.base_url,
-            "api_key": None if self.api_key is None else self.api_key.get_secret_value(),
+            "api_key": _plain(self.api_key),
+            "admin_key": _plain(self.admin_key),
             "timeout_s": self.timeout,
             "patience": Patience(self.max_retries, self.max_retry_wait),
             "headers": self.extra_headers,
@@ -340,6 +343,10 @@ class ChatPolyKV(BaseChatModel):
         if given == AUTO:
             return session_key()
         return None if given is None else header_safe(given)
+
+
+def _plain(key: SecretStr | None) -> str | None:
+    return None if key is None else key.get_secret_value()
 
 
 def _name(body: Mapping[str, Any]) -> str | None:

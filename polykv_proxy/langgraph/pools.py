@@ -4,8 +4,8 @@ A pool is named by its content, so asking for it makes it, or finds it. What was
 here, so that the usual call asks nothing. The memory is a guess: the proxy says when it was wrong
 (``pool_unknown``), and then it is forgotten.
 
-Pools save work. Where they cannot be had, because the proxy is full or there is none, conversations go on
-without; only a wrong key is an error.
+Pools save work. Where they cannot be had, because the proxy is full or there is none, or because it wants a
+key for its control routes, conversations go on without. A client key that is wrong is an error.
 """
 
 from __future__ import annotations
@@ -41,6 +41,13 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 REMEMBERED = 1024
+
+KEYLESS = "admin_key_required"
+NO_ADMIN_KEY = (
+    "the proxy demands its admin key for pools, so conversations go on without: their prefixes are still "
+    "shared where the proxy finds that they agree, but headroom is unknown, and a compaction writes its "
+    "summary without a fork. Give the model admin_key=, or POLYKV_ADMIN_API_KEY"
+)
 
 
 class Pools:
@@ -136,8 +143,12 @@ class Pools:
     def _having(self, prefix: Prefix, messages: Sequence[BaseMessage]) -> Procedure[PoolRef | None]:
         try:
             return (yield from self._making(prefix, messages))
-        except AuthenticationError:
-            raise
+        except AuthenticationError as error:
+            if error.code != KEYLESS:
+                raise
+            self._off = True
+            log.warning(NO_ADMIN_KEY)
+            return None
         except PolyKVError as error:
             gone = isinstance(error, NotFoundError) and not isinstance(error, PoolNotFoundError)
             self._off = gone or isinstance(error, DisabledError)

@@ -19,10 +19,11 @@ class StubProxy:
         headroom: sessions for which there is room; None: any number.
         window: tokens of a conversation.
         plain: pretend to be a llama-server without a proxy.
+        admin_key: that the control routes demand; None: none.
         taken: called with each chat's body before it is answered.
     """
 
-    def __init__(self, *answers, window=8192, plain=False):
+    def __init__(self, *answers, window=8192, plain=False, admin_key=None):
         self.answers = list(answers) or ["yes"]
         self.chats = []
         self.pools = {}
@@ -30,10 +31,11 @@ class StubProxy:
         self.headroom = None
         self.window = window
         self.plain = plain
+        self.admin_key = admin_key
         self.taken = lambda _body: None
 
     async def __aenter__(self):
-        app = web.Application(client_max_size=1 << 24)
+        app = web.Application(client_max_size=1 << 24, middlewares=[self._guard])
         app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_post("/v1/chat/completions/input_tokens", self._count)
         app.router.add_get("/props", self._props)
@@ -53,6 +55,14 @@ class StubProxy:
 
     async def __aexit__(self, *_):
         await self._runner.cleanup()
+
+    @web.middleware
+    async def _guard(self, request, handler):
+        given = request.headers.get("X-PolyKV-Admin-Key")
+        if request.path.startswith("/polykv") and self.admin_key not in (None, given):
+            error = {"code": "admin_key_required", "message": "send the admin key"}
+            return web.json_response({"error": error}, status=401)
+        return await handler(request)
 
     def happened(self, verb):
         """What happened in one way: names of pools or sessions."""

@@ -66,6 +66,15 @@ def test_arguments_of_a_call_come_before_the_models_own():
     assert model.request(QUESTION, ["y"], {})[0]["stop"] == ["y"]
 
 
+def test_the_admin_key_is_a_secret_that_may_come_from_the_environment(monkeypatch):
+    """Of the same name as the proxy's own, so that one variable does for both."""
+    assert ChatPolyKV().admin_key is None
+    monkeypatch.setenv("POLYKV_ADMIN_API_KEY", "over")
+    model = ChatPolyKV()
+    assert model.admin_key.get_secret_value() == "over"
+    assert "over" not in repr(model)
+
+
 def test_a_stream_asks_for_usage_unless_told_not_to():
     """Without it there is no usage chunk."""
     model = ChatPolyKV()

@@ -183,6 +183,33 @@ async def test_behind_a_plain_engine_agents_work_unchanged():
         await model.async_client.aclose()
 
 
+async def test_with_the_admin_key_agents_ride_on_pools():
+    """The model has it, and everything that uses the model's client."""
+    async with StubProxy(admin_key="over") as proxy:
+        proxy.headroom = 5
+        model = ChatPolyKV(base_url=proxy.url, api_key="agents", admin_key="over")
+        agent = agent_of(model)
+        await agent.ainvoke({"messages": [HumanMessage("hi")]}, THREAD)
+        assert [chat["opencoti"]["pool_id"] for chat in proxy.chats] == proxy.happened("created")
+        assert (await agent.aget_state(THREAD)).values["headroom_sessions"] == 5
+        assert await asyncio.to_thread(lambda: model.client.capacity().headroom_sessions) == 5
+        await model.async_client.aclose()
+
+
+async def test_without_the_admin_key_agents_work_and_are_warned_once(caplog):
+    """No pool and no telemetry; a compaction still puts its summary in the place of the past."""
+    async with StubProxy(short, admin_key="over") as proxy:
+        model = ChatPolyKV(base_url=proxy.url)
+        agent = agent_of(model)
+        for question in ("hi", LONG, LONG, LONG, LONG, "and now?"):
+            done = await agent.ainvoke({"messages": [HumanMessage(question)]}, THREAD)
+        assert done["messages"][0].text == SUMMARISE
+        assert [chat["opencoti"].get("pool_id") for chat in proxy.chats] == [None] * len(proxy.chats)
+        assert (await agent.aget_state(THREAD)).values.get("headroom_sessions") is None
+        assert len([each for each in caplog.records if "admin_key=" in each.message]) == 1
+        await model.async_client.aclose()
+
+
 class Verdict(BaseModel):
     """What the agent thinks."""
 

@@ -87,6 +87,17 @@ def test_a_wrong_key_is_an_error(pools):
         play(pools._having(PREFIX, ()), errors.AuthenticationError("key"))
 
 
+def test_a_proxy_that_wants_its_admin_key_is_asked_once(pools, caplog):
+    """One warning says what is missing, and what to do; the conversations go on without pools."""
+    keyless = errors.AuthenticationError("key", status=401, error={"code": "admin_key_required"})
+    _, ref = play(pools._having(PREFIX, ()), keyless)
+    assert ref is None
+    assert pools.have(OTHER) is None
+    (said,) = caplog.records
+    assert said.levelname == "WARNING"
+    assert "admin_key=" in said.message
+
+
 def test_what_is_released_is_forgotten(pools):
     """What somebody else still needs is left for later; what is gone is gone."""
     play(pools._having(PREFIX, BRANCH), ROOT, CHILD)
