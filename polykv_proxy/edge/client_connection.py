@@ -260,7 +260,7 @@ class ClientConnection(asyncio.Protocol):
                 raise RuntimeError("the handler ended without an answer")  # noqa: TRY301 - reported below
         except asyncio.CancelledError:
             if not exchange.started and not exchange.is_gone:
-                exchange.respond_error_nowait(UnavailableError("the proxy is stopping", code="stopping"))
+                exchange.respond_error_nowait(_stopping())
             raise
         except PolyKVError as exc:
             if not exchange.started:
@@ -360,6 +360,16 @@ class ClientConnection(asyncio.Protocol):
         """Close if no request is at work."""
         if self._exchange is None:
             self.transport.close()
+
+    def refuse_unsent(self) -> None:
+        """Refuse a request whose body is still to come, as one that comes too late."""
+        exchange = self._exchange
+        if exchange is not None and not exchange.started and not exchange.body.complete:
+            exchange.body.fail(_stopping())
+
+
+def _stopping() -> UnavailableError:
+    return UnavailableError("the proxy is stopping", code="stopping")
 
 
 def _framing(head: RequestHead) -> Body:

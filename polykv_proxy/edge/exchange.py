@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from polykv_proxy.edge.client_connection import ClientConnection
     from polykv_proxy.edge.framing import Body
-    from polykv_proxy.edge.head import MalformedRequestError, RequestHead, ResponseHead
+    from polykv_proxy.edge.head import RequestHead, ResponseHead
     from polykv_proxy.errors import PolyKVError
 
 BODY_BUFFER_BYTES = 256 * 1024
@@ -68,7 +68,7 @@ class RequestBody:
         self._room = BODY_BUFFER_BYTES
         self._touched = False  # a piece was handed out
         self._waiter: asyncio.Future[None] | None = None
-        self._error: MalformedRequestError | None = None
+        self._error: PolyKVError | None = None
         self._expected = head.expects_continue
         self.content_length = None if head.chunked else head.content_length or 0
 
@@ -96,6 +96,7 @@ class RequestBody:
         Raises:
             BodyTooLargeError: it is longer.
             MalformedRequestError: its framing is broken, or it stalled.
+            UnavailableError: the proxy stops before it came.
         """
         if self.content_length is not None and self.content_length > limit:
             raise BodyTooLargeError(f"the request body is larger than {limit} bytes")
@@ -115,6 +116,7 @@ class RequestBody:
 
         Raises:
             MalformedRequestError: the framing is broken, or the body stalled.
+            UnavailableError: the proxy stops before it came.
         """
         while not self._pieces:
             if self._framing.done:
@@ -162,7 +164,7 @@ class RequestBody:
             self._connection.pause_reading()
         return used
 
-    def fail(self, error: MalformedRequestError) -> None:
+    def fail(self, error: PolyKVError) -> None:
         """For the connection: whoever reads gets ``error``."""
         self._error = error
         if self._waiter is not None and not self._waiter.done():

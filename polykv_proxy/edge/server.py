@@ -75,13 +75,17 @@ class Edge:
         self._servers.append(await loop.create_unix_server(self._accept, path, backlog=_BACKLOG))
 
     async def close(self, drain_s: float) -> None:
-        """Stop accepting, let running exchanges end for up to ``drain_s`` seconds, then cancel them."""
+        """Stop accepting, let running exchanges end for up to ``drain_s`` seconds, then cancel them.
+
+        A request that has not arrived in full is refused at once: nobody can tell whether it ever will.
+        """
         self.draining = True
         for server in self._servers:
             server.close()
         self._servers.clear()
         for connection in list(self.connections):
             connection.close_idle()
+            connection.refuse_unsent()
         if not await self.tasks.wait(drain_s):
             await self.tasks.cancel(_CANCEL_GRACE_S)
         for connection in list(self.connections):

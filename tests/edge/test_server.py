@@ -107,6 +107,43 @@ async def test_drain_that_takes_too_long_cancels(rig):
     assert await streaming.read_all() == b""
 
 
+@pytest.mark.parametrize("read", ["read", "read_chunk"])
+async def test_drain_waits_for_no_body(rig, read):
+    """A request that was not sent in full is refused: it may never be, while running answers end."""
+    begun, gate = asyncio.Event(), asyncio.Event()
+
+    async def handler(exchange):
+        if exchange.head.path == "/running":
+            begun.set()
+            await gate.wait()
+        elif read == "read":
+            await exchange.body.read(1000)
+        else:
+            while await exchange.body.read_chunk():
+                pass
+        await answer(exchange)
+
+    edge = Edge(handler)
+    port = await edge.listen("127.0.0.1", 0)
+    half, chunked, running = [await rig.client(port) for _ in range(3)]
+    await half.send(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+    await chunked.send(b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nab")
+    await running.send(get(b"/running"))
+    await begun.wait()
+    while edge.active < 3:
+        await asyncio.sleep(0.01)
+    closing = asyncio.get_running_loop().create_task(edge.close(1000))
+    for late in (half, chunked):
+        message = await late.read_message()
+        assert message.status == 503
+        assert b'"stopping"' in message.body
+        assert message.field(b"connection") == b"close"
+    assert not closing.done()
+    gate.set()
+    assert (await running.read_message()).body == b"hello"
+    await closing
+
+
 async def test_close_without_listening():
     """An edge that never listened can be closed."""
     await Edge(answer).close(0)
