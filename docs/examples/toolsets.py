@@ -1,6 +1,9 @@
 """Two groups of agents with one system prompt and different tools: a pool for each, one prefix below both.
 
 python docs/examples/toolsets.py http://127.0.0.1:8090
+
+The model's chat template has to have tools in it. The built-in model's has not; start the proxy with
+--engine-arg --chat-template-file --engine-arg docs/tutorial-tools.jinja
 """
 
 from __future__ import annotations
@@ -67,6 +70,8 @@ def main(url: str) -> dict[str, Any]:
         ]
         done[group] = pool, answers
         print(f"{group}: {pool.prefix_len} tokens, {pool.branch_pos} of them the shop's")
+        if pool.warning:
+            print(" ", pool.warning)
         for answer in answers:
             print(" ", answer.tool_calls, answer.usage_metadata["input_token_details"])
     return done

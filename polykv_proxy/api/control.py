@@ -10,7 +10,7 @@ from aiohttp import web
 from polykv_proxy.api import views
 from polykv_proxy.api.envelope import Envelope
 from polykv_proxy.api.identity import scope_of_keys
-from polykv_proxy.api.prefixes import ForkRequest, PoolRequest, capped, prefix_of, read_wanted
+from polykv_proxy.api.prefixes import ForkRequest, PoolRequest, capped, prefix_of, read_wanted, warning_of
 from polykv_proxy.api.reply import flag, json_reply
 from polykv_proxy.api.sessions import SessionsApi
 from polykv_proxy.core.types import PoolId, Scope, SessionId, common_prefix
@@ -75,11 +75,12 @@ class ControlApi:
         tokens, scope = capped(tokens, wanted), self._scope(request)
         # where this content is already, it stays
         known = self._fleet.find_pool(engine.plane.pools.id_of(tokens, scope), scope)
+        warning = await warning_of(wanted, full, engine)
         engine = engine if known is None else known[0]
-        pool, created, work = await engine.pooling.create(
+        made = await engine.pooling.create(
             tokens, scope, label=wanted.label, pin=wanted.pin, ttl_s=wanted.ttl_s
         )
-        return self._created(engine, pool, created, work, full)
+        return self._created(engine, made, full, warning)
 
     async def fork_pool(self, request: web.Request) -> web.Response:
         """``POST /polykv/pools/{id}/fork``: a child whose first D tokens are the parent's cells."""
@@ -97,8 +98,9 @@ class ControlApi:
         except PrefixMismatchError as error:
             await self._spell_out(error, engine)
             raise
+        warning = await warning_of(wanted, full, engine)
         parent = await engine.pooling.ensure_resident(parent)
-        pool, created, work = await engine.pooling.create(
+        made = await engine.pooling.create(
             tokens,
             parent.scope,
             label=wanted.label,
@@ -107,7 +109,7 @@ class ControlApi:
             parent=parent,
             branch_pos=branch_pos,
         )
-        return self._created(engine, pool, created, work, full)
+        return self._created(engine, made, full, warning)
 
     @staticmethod
     async def _spell_out(error: PrefixMismatchError, engine: Engine) -> None:
@@ -138,12 +140,16 @@ class ControlApi:
             ttl_s=wanted.ttl_s,
             parent=parent,
         )
-        return self._created(engine, pool, created, None, None)
+        return self._created(engine, (pool, created, None))
 
     @staticmethod
     def _created(
-        engine: Engine, pool: PrefixPool, created: bool, work: Materialized | None, full: Tokens | None
+        engine: Engine,
+        made: tuple[PrefixPool, bool, Materialized | None],
+        full: Tokens | None = None,
+        warning: str | None = None,
     ) -> web.Response:
+        pool, created, work = made
         parent, branch_pos = pool.edge
         answer: dict[str, Any] = {
             "pool_id": pool.pool_id,
@@ -159,7 +165,9 @@ class ControlApi:
         if full is not None:
             answer["shared_probe_tokens"] = shared = common_prefix(full, pool.tokens)
             if shared == 0:
-                answer["warning"] = "a chat rendered against this pool shares nothing with it"
+                warning = "a chat rendered against this pool shares nothing with it"
+        if warning is not None:
+            answer["warning"] = warning
         return json_reply(answer, status=201 if created else 200)
 
     async def list_pools(self, request: web.Request) -> web.Response:

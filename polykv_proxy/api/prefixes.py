@@ -29,6 +29,11 @@ R = TypeVar("R", bound="PoolRequest")
 MIN_POOL_TOKENS = 32
 """Below this there is nothing worth sharing."""
 
+TOOLS_LEFT_OUT = (
+    "the model's chat template leaves tools out: this pool is the same as without them; another template "
+    "can be given to the engine (--chat-template-file)"
+)
+
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 _PROBES = ("Aardvark", "zebra 7")
@@ -121,6 +126,24 @@ async def prefix_of(wanted: PoolRequest, engine: Engine) -> tuple[Tokens, Tokens
         raise BadRequestError("tokens must be token ids", param="tokens") from None
 
 
+async def warning_of(wanted: PoolRequest, probe: Tokens | None, engine: Engine) -> str | None:
+    """What is wrong with a pool although it can be made: its tools stand nowhere in it.
+
+    Args:
+        wanted: as it was asked for.
+        probe: the chat that ``prefix_of`` rendered.
+        engine: whose template it is.
+    """
+    if probe is None or not wanted.tools:
+        return None
+    bare = msgspec.structs.replace(wanted, tools=None)
+    try:
+        without = await _rendered(bare, _ending(wanted, _PROBES[0]), engine)
+    except BadRequestError:  # a template that cannot do without them has them
+        return None
+    return TOOLS_LEFT_OUT if without == probe else None
+
+
 def capped(tokens: Tokens, wanted: PoolRequest) -> Tokens:
     """As many leading tokens as are wanted.
 
@@ -140,14 +163,7 @@ async def _shared_by_chats(wanted: PoolRequest, engine: Engine) -> tuple[Tokens,
     if not wanted.messages:
         raise BadRequestError("messages must not be empty", param="messages")
 
-    def ending(text: str) -> list[dict[str, Any]]:
-        if wanted.messages and wanted.messages[-1].get("role") in ("user", "tool"):
-            # two user turns in a row are an error in some templates; an assistant's at the end would
-            # be taken for an answer to go on with
-            return [{"role": "assistant", "content": text}, {"role": "user", "content": "Go on."}]
-        return [{"role": "user", "content": text}]
-
-    one, other = [await _rendered(wanted, ending(text), engine) for text in _PROBES]
+    one, other = [await _rendered(wanted, _ending(wanted, text), engine) for text in _PROBES]
     shared = min(common_prefix(one, other), text_prefix(one))
     if shared < MIN_POOL_TOKENS:
         raise BadRequestError(
@@ -157,6 +173,15 @@ async def _shared_by_chats(wanted: PoolRequest, engine: Engine) -> tuple[Tokens,
             common_tokens=shared,
         )
     return one[:shared], one
+
+
+def _ending(wanted: PoolRequest, text: str) -> list[dict[str, Any]]:
+    """What makes a complete chat of messages, with this text."""
+    if wanted.messages and wanted.messages[-1].get("role") in ("user", "tool"):
+        # two user turns in a row are an error in some templates; an assistant's at the end would
+        # be taken for an answer to go on with
+        return [{"role": "assistant", "content": text}, {"role": "user", "content": "Go on."}]
+    return [{"role": "user", "content": text}]
 
 
 async def _rendered(wanted: PoolRequest, ending: list[dict[str, Any]], engine: Engine) -> Tokens:

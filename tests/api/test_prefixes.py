@@ -22,6 +22,34 @@ async def test_messages_that_end_with_a_user_are_probed_with_an_answer(rig):
     assert probes[0]["add_generation_prompt"] is False
 
 
+@pytest.mark.parametrize(
+    ("heard", "tools", "warned"), [(True, [1], False), (False, [1], True), (False, [], False)]
+)
+async def test_tools_that_the_template_leaves_out_are_warned_of(rig, heard, tools, warned):
+    """Of a pool and of a fork: both are what they would be without."""
+    renders = rig.engine.renders
+    if not heard:
+        rig.engine.renders = lambda body: renders({**body, "tools": None})
+    root = await rig.pool()
+    made = await rig.pool(POOL | {"tools": tools})
+    forked = (await rig.ask(f"/polykv/pools/{root['pool_id']}/fork", POOL | {"tools": tools})).json
+    for answer in (made, forked):
+        assert ("leaves tools out" in answer.get("warning", "")) is warned
+        if warned:
+            assert answer["shared_probe_tokens"] == answer["prefix_len"]
+
+
+async def test_a_template_that_fails_without_tools_has_them(rig):
+    """Nobody is warned, and nothing is refused."""
+    renders = rig.engine.renders
+
+    def strict(body):
+        return renders(body) if "tools" in body else {}["tools"]
+
+    rig.engine.renders = strict
+    assert "warning" not in await rig.pool(POOL | {"tools": [1]})
+
+
 async def test_template_arguments_are_rendered_with(rig):
     """They are part of the prefix."""
     await rig.pool(POOL | {"chat_template_kwargs": {"a": 1}})
