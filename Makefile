@@ -3,6 +3,8 @@
 # make check  formatting, lint, types, layers
 # make bench  the measurements behind the README's tables
 # make fix    let the tools repair what they can
+# make venv   only .venv, with the program in it
+# make engine .venv and the engine: what `.venv/bin/polykv-proxy serve` needs
 # make clean  remove what was made here; built engines stay in the cache (see `polykv-proxy config show`)
 #
 # All of them set up .venv first and are quick when nothing changed. PYTHON chooses the interpreter.
