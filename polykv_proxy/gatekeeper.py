@@ -143,7 +143,7 @@ class Gatekeeper:
     """
 
     def __init__(self, plane: ControlPlane, policies: PolicyFile) -> None:
-        self.gate = Gate()
+        self.gate = Gate(leases=plane.leases)
         self.waiting: dict[int, Visit] = {}
         self.posted: dict[PoolId, Given] = {}
         """What was said of pools by their ids."""
@@ -241,7 +241,6 @@ class Gatekeeper:
             seconds=sum(tokens * gap_s for tokens, gap_s in progress.gaps),
             window=None if facts is None else facts.ctx_tokens or None,
             largest_ratio=pressure(sample),
-            slots_free=plane.board.idle_count,
             seq_ids_used=None if facts is None else facts.slots + plane.tree.sequences_used,
             seq_ids_max=None if facts is None else facts.slots + plane.tree.max_pools,
         )

@@ -305,7 +305,12 @@ _ALL = (
         "Sessions that wait at the gate.",
         lambda x: None if x.counts.gate is None else x.counts.gate.waiting,
     ),
-    _Series("queue_depth", _GAUGE, "Requests that wait for slots.", lambda x: x.plane.leases.waiting),
+    _Series(
+        "queue_depth",
+        _GAUGE,
+        "Requests that wait: at the gate, for slots or for cells.",
+        lambda x: x.plane.leases.waiting + (0 if x.counts.gate is None else x.counts.gate.waiting),
+    ),
     _Series("queue_wait_seconds", _HISTOGRAM, "Wait for slots.", lambda x: x.counts.queue_wait),
     _Series("kv_cells_used", _GAUGE, "KV cells in use.", lambda x: x.cells_used),
     _Series("kv_cells_total", _GAUGE, "KV cells of the engine.", lambda x: x.cells_total),

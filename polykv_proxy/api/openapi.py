@@ -165,9 +165,6 @@ def _schemas() -> Json:
     kinds = [kind for kind in given if isinstance(kind, type)]
     kinds += [shapes.Properties, shapes.SlotMember, shapes.EngineHealth]
     _, found = msgspec.json.schema_components(kinds, ref_template=names)
-    capacity = found["Capacity"]
-    capacity["properties"] = {"engine": {"type": "string"}, **capacity["properties"]}
-    capacity["required"] = ["engine", *capacity["required"]]
     keys = AdmissionKeys.model_json_schema(ref_template=reference("{model}")["$ref"])
     enums = keys.pop("$defs")
     effective = keys | {"required": list(keys["properties"])}

@@ -10,7 +10,6 @@ from polykv_proxy.api import shapes, shapes_kept
 from polykv_proxy.api.admission import Places
 from polykv_proxy.api.prefixes import ForkRequest, PoolRequest
 from polykv_proxy.api.sessions import Migration
-from polykv_proxy.core.headroom import Capacity
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -230,7 +229,7 @@ OPERATIONS = (
     _get(
         "/polykv/pools/{pool_id}/capacity",
         "Whether one more session of a pool would come in.",
-        Capacity,
+        shapes.Capacity,
         _POOL,
         _READS,
         query=_EXPECTED,
@@ -248,7 +247,7 @@ OPERATIONS = (
     _get(
         "/polykv/capacity",
         "Whether one more session that names no pool would come in.",
-        Capacity,
+        shapes.Capacity,
         {400: "invalid_request no_such_engine"},
         query={**_ENGINE, **_EXPECTED},
     ),

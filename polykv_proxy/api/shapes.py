@@ -202,6 +202,43 @@ class Tokenized(TypedDict):
 # -- admission ---------------------------------------------------------------------------------------------
 
 
+class Capacity(TypedDict):
+    """Room for one more session."""
+
+    engine: str
+    can_admit: Annotated[bool, says("Whether all arms hold, and nobody is before it at the gate.")]
+    reason: Annotated[str | None, says("Why not; or, if so, what it waits for once it is in.")]
+    projected_mean_tps_if_admitted: Annotated[
+        float | None, says("The projection that decides; null while nobody works.")
+    ]
+    projected_model: Annotated[float | None, says("From the fitted curve.")]
+    projected_measured: Annotated[float | None, says("From the mean of now.")]
+    projection_bias_ewma: Annotated[float | None, says("Measured over fitted, lately.")]
+    mean_active_tps: Annotated[float | None, says("Of the sessions that decode now.")]
+    n_active_sessions: Annotated[int, says("Sessions with a request, waiting ones too.")]
+    headroom_sessions: Annotated[
+        int | None,
+        says(
+            "Sessions that would come in now, each with `expected_tokens` or the mean; 0 unless "
+            "can_admit; null: nothing limits them. Not held to the free slots."
+        ),
+    ]
+    kv_headroom_pct: Annotated[float | None, says("`kv_cells_free` in percent.")]
+    kv_cells_free: Annotated[int | None, says("Once what can be taken back is.")]
+    kv_cells_total: int | None
+    marginal_tokens_mean: Annotated[float | None, says("Cells that a session takes, on average.")]
+    seq_ids_used: int | None
+    seq_ids_max: int | None
+    slots_free: Annotated[int | None, says("Slots that can be given away.")]
+    ctx_headroom_tokens: Annotated[int | None, says("The most that a newcomer can use now.")]
+    compaction_pressure: Annotated[float | None, says("0 up to a use of 0.7, 1 at the wall.")]
+    pressure: Annotated[float | None, says("Use, 0 to 1, of what is nearest to its end.")]
+    settling: Annotated[bool, says("Whether newcomers settle, for whom others may have to wait.")]
+    queue_depth: Annotated[int, says("All that wait: at the gate, and for slots or cells.")]
+    sessions_waiting: Annotated[int, says("Those of them at the gate.")]
+    retry_after_s: Annotated[int | None, says("When to ask again; null if can_admit.")]
+
+
 class Leases(TypedDict):
     """Places for sessions that will come."""
 

@@ -66,8 +66,8 @@ def wait_for_capacity(
         pause = float(found.retry_after_s or 1)
         if pause > left:
             raise PoolSaturatedError(
-                f"no room for {sessions} more sessions: {found.reason or 'not enough headroom'}",
-                error={"capacity": {"headroom_sessions": found.headroom_sessions}, "reason": found.reason},
+                f"no room for {sessions} more sessions: {found.why_not or 'not enough headroom'}",
+                error={"capacity": {"headroom_sessions": found.headroom_sessions}, "reason": found.why_not},
                 retry_after=pause,
             )
         left -= pause

@@ -199,8 +199,9 @@ class Capacity(_Result):
     can_admit: bool
     engine: str | None = None
     reason: str | None = None
+    """Why there is none; with ``can_admit``, what its request waits for once it is in."""
     headroom_sessions: int | None = None
-    """Sessions for which there is room; None: nothing limits them, or it is not known."""
+    """Sessions for which there is room, of slots apart; None: nothing limits them, or it is not known."""
     n_active_sessions: int | None = None
     mean_active_tps: float | None = None
     projected_mean_tps_if_admitted: float | None = None
@@ -220,11 +221,19 @@ class Capacity(_Result):
     pressure: float | None = None
     settling: bool = False
     queue_depth: int | None = None
+    """All that wait: at the gate, and for slots or cells."""
+    sessions_waiting: int | None = None
+    """Those of them at the gate."""
     retry_after_s: int | None = None
 
     def has_room_for(self, sessions: int) -> bool:
         """Whether so many would come in."""
         return self.can_admit and (self.headroom_sessions is None or self.headroom_sessions >= sessions)
+
+    @property
+    def why_not(self) -> str | None:
+        """Why not even one would come in; None if one would."""
+        return None if self.can_admit else self.reason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -104,7 +104,7 @@ def decide(picture: Picture, policy: Policy, newcomer: Newcomer, jitter: float) 
         return Refused(fails, retry_after_s(picture, jitter), capacity(picture, policy, expected))  # 2
     fails = failing(picture, policy, expected)
     if policy.on_saturation is OnSaturation.WARN:
-        headroom = headroom_sessions(picture, policy)
+        headroom = headroom_sessions(picture, policy, expected)
         remaining = None if headroom is None else max(0, headroom - 1)
         return Entered(None if fails is None else fails.arm, remaining)  # 3
     fails = _obstacle(picture, fails, first=newcomer.first)

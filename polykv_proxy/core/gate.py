@@ -24,6 +24,7 @@ from polykv_proxy.core.sight import Sight
 
 if TYPE_CHECKING:
     from polykv_proxy.core.headroom import Capacity
+    from polykv_proxy.core.leases import Leases
     from polykv_proxy.core.ledger import CellLedger
     from polykv_proxy.core.policies import Policy
     from polykv_proxy.core.promises import Promise, Wish
@@ -76,10 +77,18 @@ class Gate:
     Args:
         ledger: the engine's cells; None while they are not known. Replaced with each load of the model.
         stale_after_s: age from which a look says nothing; None where nobody looks.
+        leases: on its slots, to see how many are free and who waits for them.
     """
 
-    def __init__(self, ledger: CellLedger | None = None, *, stale_after_s: float | None = None) -> None:
+    def __init__(
+        self,
+        ledger: CellLedger | None = None,
+        *,
+        stale_after_s: float | None = None,
+        leases: Leases | None = None,
+    ) -> None:
         self.ledger = ledger
+        self._leases = leases
         self.presence = Presence()
         self._sight = Sight(stale_after_s)
         self._queue: FairQueue[Waiter] = FairQueue(MAX_WAITING)
@@ -293,7 +302,7 @@ class Gate:
             now: monotonic seconds.
             pool: whose line is looked at.
         """
-        presence = self.presence
+        presence, leases = self.presence, self._leases
         left, refused = self._refused
         inside = Picture(
             working=presence.working,
@@ -303,7 +312,10 @@ class Gate:
             settling=presence.settling,
             floor=presence.floor,
             cells=None if self.ledger is None else self.ledger.figures(),
+            slots_free=None if leases is None or not leases.serving else leases.board.idle_count,
             waiting=self._queue.depth(pool),
+            at_gate=self.waiting,
+            in_line=0 if leases is None else leases.waiting,
             leave_gap_s=presence.gap_s,
             refused=refused if left == presence.left else 0,
         )

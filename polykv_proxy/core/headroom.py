@@ -2,7 +2,7 @@
 
 Rule 1: pure. The same picture and policy give the same answer; asking changes nothing.
 Rule 2: three arms, and all must hold: the floor of tokens per second, the KV cells, the context. Each that
-fails has a name.
+fails has a name. Slots are none of them: who came in waits for one, and is told so.
 Rule 3: two projections are made and both are shown. The fitted one decides where it may be trusted, and
 where it may not, the one that promises less.
 Rule 4: what is not known is None, and nobody is refused for it.
@@ -16,7 +16,7 @@ from math import ceil
 from typing import TYPE_CHECKING
 
 from polykv_proxy.core.experience import compaction_pressure
-from polykv_proxy.core.policies import Projection
+from polykv_proxy.core.policies import OnSaturation, Projection
 from polykv_proxy.core.presence import working_at_most
 
 if TYPE_CHECKING:
@@ -54,6 +54,8 @@ class Reason(StrEnum):
     QUEUE_FULL = "queue full"
     EXPIRED = "waited too long"
     IN_LINE = "others wait"
+    SLOT = "no slot free"
+    """It may come in, and its request waits."""
     STALE = "samples stale"
 
 
@@ -96,6 +98,10 @@ class Picture:
     seq_ids_max: int | None = None
     waiting: int = 0
     """Sessions that wait to come in, of this pool."""
+    at_gate: int = 0
+    """Of all pools."""
+    in_line: int = 0
+    """Requests past the gate that wait for slots or cells."""
     leave_gap_s: float | None = None
     """Seconds between two sessions that leave."""
     refused: int = 0
@@ -203,8 +209,19 @@ def settles(picture: Picture) -> bool:
     return picture.settling >= max(1, (picture.working - picture.settling) // SETTLE_SHARE)
 
 
-def headroom_sessions(picture: Picture, policy: Policy) -> int | None:
-    """How many more sessions may come in, as far as is known; None if nothing limits them."""
+def headroom_sessions(picture: Picture, policy: Policy, expected_tokens: int | None = None) -> int | None:
+    """How many more sessions may come in, as far as is known; None if nothing limits them.
+
+    They are held to the arms, not to the slots: sessions pause, and take turns in those.
+
+    Args:
+        picture: the engine.
+        policy: in force for the pool.
+        expected_tokens: that each is going to need; None: as many as sessions take on average.
+    """
+    fails = failing(picture, policy, expected_tokens)
+    if fails is not None:
+        return 0
     limits = []
     if floor_of(picture, policy) is not None:
         low, high = 0, MAX_HEADROOM
@@ -216,9 +233,10 @@ def headroom_sessions(picture: Picture, policy: Policy) -> int | None:
                 high = middle - 1
         if low < MAX_HEADROOM:
             limits.append(low)
-    if picture.cells is not None and picture.marginal_tokens:
+    each = picture.marginal_tokens if expected_tokens is None else expected_tokens
+    if picture.cells is not None and each:
         spare = picture.cells.admissible - policy.kv_headroom_ratio * picture.cells.total
-        limits.append(max(0, int(spare // picture.marginal_tokens)))
+        limits.append(max(0, int(spare // each)))
     return min(limits) if limits else None
 
 
@@ -252,7 +270,9 @@ class Capacity:
     """Room for one more session; the members of the capacity document, None where unknown."""
 
     can_admit: bool
-    reason: str | None
+    """Whether nothing stands in its way."""
+    reason: Reason | None
+    """Why not; or, if so, what its request waits for once it is in."""
     projected_mean_tps_if_admitted: float | None
     projected_model: float | None
     projected_measured: float | None
@@ -260,6 +280,7 @@ class Capacity:
     mean_active_tps: float | None
     n_active_sessions: int
     headroom_sessions: int | None
+    """That would come in now; 0 unless ``can_admit``; None if nothing limits them."""
     kv_headroom_pct: float | None
     kv_cells_free: int | None
     kv_cells_total: int | None
@@ -272,6 +293,9 @@ class Capacity:
     pressure: float | None
     settling: bool
     queue_depth: int
+    """All that wait: at the gate, and for slots or cells."""
+    sessions_waiting: int
+    """Those of them at the gate."""
     retry_after_s: int | None
 
 
@@ -285,23 +309,21 @@ def capacity(picture: Picture, policy: Policy, expected_tokens: int | None = Non
     """
     cells = picture.cells
     foreseen = foresee(picture, policy.projection)
-    fails = failing(picture, policy, expected_tokens)
-    reason = Reason.STALE if picture.stale else None if fails is None else fails.reason
-    waits = reason is None and policy.enforced and settles(picture)
+    stands = _stands_in_its_way(picture, policy, expected_tokens)
     raw = pressure(picture)
     spaces = [
         space for space in (picture.window, None if cells is None else cells.admissible) if space is not None
     ]
     return Capacity(
-        can_admit=reason is None and not waits,
-        reason=Reason.SETTLING if waits else reason,
+        can_admit=stands is None,
+        reason=_waits_inside(picture) if stands is None else stands,
         projected_mean_tps_if_admitted=foreseen.deciding,
         projected_model=foreseen.model,
         projected_measured=foreseen.measured,
         projection_bias_ewma=picture.bias,
         mean_active_tps=picture.mean_tps,
         n_active_sessions=picture.working,
-        headroom_sessions=headroom_sessions(picture, policy),
+        headroom_sessions=headroom_sessions(picture, policy, expected_tokens) if stands is None else 0,
         kv_headroom_pct=100.0 * cells.free / cells.total if cells is not None and cells.total else None,
         kv_cells_free=None if cells is None else cells.free,
         kv_cells_total=None if cells is None else cells.total,
@@ -313,6 +335,34 @@ def capacity(picture: Picture, policy: Policy, expected_tokens: int | None = Non
         compaction_pressure=compaction_pressure(raw),
         pressure=raw,
         settling=settles(picture),
-        queue_depth=picture.waiting,
-        retry_after_s=None if reason is None and not waits else retry_after_s(picture, 0.5),
+        queue_depth=picture.at_gate + picture.in_line,
+        sessions_waiting=picture.at_gate,
+        retry_after_s=None if stands is None else retry_after_s(picture, 0.5),
     )
+
+
+def _stands_in_its_way(picture: Picture, policy: Policy, expected_tokens: int | None) -> Reason | None:
+    """Why one more session would not come in; None if it would.
+
+    1. The samples are stale: nobody can tell.
+    2. An arm fails, whatever the policy makes of that.
+    3. The policy holds newcomers: others of its pool wait, or newcomers settle.
+    """
+    if picture.stale:
+        return Reason.STALE  # 1
+    fails = failing(picture, policy, expected_tokens)
+    if fails is not None:
+        return fails.reason  # 2
+    if policy.enforced and policy.on_saturation is not OnSaturation.WARN:  # 3
+        if picture.waiting:
+            return Reason.IN_LINE
+        if settles(picture):
+            return Reason.SETTLING
+    return None
+
+
+def _waits_inside(picture: Picture) -> Reason | None:
+    """What the request of a session that comes in waits for, if it has to."""
+    if picture.slots_free == 0:
+        return Reason.SLOT
+    return Reason.IN_LINE if picture.in_line else None

@@ -36,7 +36,6 @@ class Look:
     """That they took, summed over sessions."""
     window: int | None = None
     largest_ratio: float | None = None
-    slots_free: int | None = None
     seq_ids_used: int | None = None
     seq_ids_max: int | None = None
 
@@ -99,7 +98,6 @@ class Sight:
             marginal_tokens=self._marginal,
             largest_ratio=look.largest_ratio,
             window=look.window,
-            slots_free=look.slots_free,
             seq_ids_used=look.seq_ids_used,
             seq_ids_max=look.seq_ids_max,
             stale=self.is_stale(now),

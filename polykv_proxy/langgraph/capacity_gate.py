@@ -223,7 +223,7 @@ def _value(pool_id: str | None, sessions: int, found: Capacity) -> dict[str, Any
         "pool_id": pool_id,
         "sessions": sessions,
         "headroom_sessions": found.headroom_sessions,
-        "reason": found.reason,
+        "reason": found.why_not,
         "retry_after_s": found.retry_after_s,
     }
 
@@ -239,8 +239,8 @@ def _need_checkpointer() -> None:
 
 def _refuse(sessions: int, found: Capacity, pause: float) -> NoReturn:
     raise PoolSaturatedError(
-        f"no room for {sessions} more sessions: {found.reason or 'not enough headroom'}",
-        error={"capacity": {"headroom_sessions": found.headroom_sessions}, "reason": found.reason},
+        f"no room for {sessions} more sessions: {found.why_not or 'not enough headroom'}",
+        error={"capacity": {"headroom_sessions": found.headroom_sessions}, "reason": found.why_not},
         retry_after=pause,
     )
 

@@ -61,8 +61,8 @@ class FanOut:
 
     The first node makes one pool: system and tools, which is the stable ancestor, and the shared messages
     below it. All workers ride on that; they need a session each, not a pool. A wave has as many workers as
-    the proxy has headroom for, at least one. When a wave is done, its sessions are closed and the next one
-    starts; after the last the pool is released and the graph goes on.
+    the proxy has headroom for, at least one; they take turns in its slots. When a wave is done, its sessions
+    are closed and the next one starts; after the last the pool is released and the graph goes on.
 
     A worker gets ``task``, ``messages`` (the shared ones and the task), ``polykv_pool`` and ``session_id``:
 

@@ -1,14 +1,22 @@
 """The admission routes, and what policies do to requests."""
 
+import asyncio
 import json
+import re
+from dataclasses import fields
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
 from fake_engine import Script
 
 from api.rig import CHAT, Rig, chat, until
+from polykv_proxy.api import shapes
 from polykv_proxy.core.decisions import StopRunning
+from polykv_proxy.core.headroom import Capacity
 from polykv_proxy.core.types import SlotId
+
+DOCS = Path(__file__).parents[2] / "docs"
 
 HEADROOM = {"kv_headroom_ratio": 0.5, "settle_max_ms": 0}
 """Half of the cells must stay free: while one session runs, there is no room for another."""
@@ -167,6 +175,48 @@ async def test_capacity_tells_and_changes_nothing(full):
     too_long = (await rig.ask(f"{path}?expected_tokens=999999")).json
     assert too_long["reason"] == "context headroom exhausted"
     assert (await rig.ask(f"{path}?expected_tokens=x")).error["param"] == "expected_tokens"
+
+
+async def test_a_full_engine_does_not_look_empty():
+    """Who asks for room is told that no slot is free and who waits, in the words of the metrics."""
+    async with Rig(slots=2, cells=16384) as rig:
+        rig.engine.gate.clear()
+        tasks = [rig.start(CHAT, chat("go", session_id=f"s{number}")) for number in range(4)]
+        await until(lambda: rig.engine.running == rig.waiting == 2)
+        found = (await rig.ask("/polykv/capacity")).json
+        assert (found["can_admit"], found["reason"]) == (True, "no slot free")
+        assert (found["slots_free"], found["queue_depth"], found["sessions_waiting"]) == (0, 2, 0)
+        metrics = (await rig.ask("/metrics")).body.decode()
+        assert "opencoti_polykv:queue_depth 2.0" in metrics
+        rig.engine.gate.set()
+        assert {answer.status for answer in await asyncio.gather(*tasks)} == {200}
+
+
+async def test_who_waits_at_the_gate_is_counted_alike(full):
+    """In the document and in the metrics."""
+    rig, pool = full
+    await post(rig, pool, mode="enforced", on_saturation="queue")
+    waiting = rig.start(CHAT, chat("second", pool_id=pool, session_id="two"))
+    await until(lambda: rig.runtime.gatekeeper.gate.waiting)
+    for path in (f"/polykv/pools/{pool}/capacity", "/polykv/capacity"):
+        found = (await rig.ask(path)).json
+        assert (found["queue_depth"], found["sessions_waiting"]) == (1, 1)
+    metrics = (await rig.ask("/metrics")).body.decode()
+    assert "opencoti_polykv:queue_depth 1.0" in metrics
+    assert "opencoti_polykv:sessions_waiting 1.0" in metrics
+    rig.engine.gate.set()
+    assert (await waiting).status == 200
+
+
+def test_every_member_of_the_capacity_document_is_described():
+    """In its shape, and in a row of the reference."""
+    members = {each.name for each in fields(Capacity)} | {"engine"}
+    assert set(shapes.Capacity.__annotations__) == members
+    section = (
+        (DOCS / "reference" / "http-api.md").read_text().partition("## Admission")[2].partition("\n## ")[0]
+    )
+    rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+    assert members <= set(re.findall(r"`(\w+)`", " ".join(rows)))
 
 
 async def test_a_promised_place_is_redeemed_once(full):

@@ -37,6 +37,12 @@ def test_room_for_several():
     assert not results.Capacity(can_admit=False, headroom_sessions=9).has_room_for(1)
 
 
+def test_a_wait_for_a_slot_is_no_refusal():
+    """The reason why nobody comes in is only that."""
+    assert results.Capacity(can_admit=True, reason="no slot free").why_not is None
+    assert results.Capacity(can_admit=False, reason="settling").why_not == "settling"
+
+
 def test_lists_become_tuples():
     """Frozen all the way."""
     assert results.Released.read({"pool_id": "p", "released": ["p"]}).released == ("p",)

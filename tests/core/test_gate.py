@@ -1,6 +1,7 @@
 """Claims about ``core.gate``: conversations of sessions that come, wait, go on and leave."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import settings
@@ -277,6 +278,21 @@ def test_the_document_is_a_pure_question():
     assert told == scene.gate.capacity(scene.now, REJECT, expected_tokens=10)
     assert told.headroom_sessions == 2
     assert scene.gate.presence.working == 3
+
+
+def test_slots_and_who_waits_for_them_are_those_of_now():
+    """No sample has to come first; of an engine that is down nothing is known."""
+    leases = SimpleNamespace(serving=True, board=SimpleNamespace(idle_count=0), waiting=2)
+    scene = Scene(leases=leases)
+    scene.fill(5, QUEUE)
+    assert isinstance(scene.ask("s5", QUEUE), Waiter)
+    told = scene.gate.capacity(scene.now, QUEUE)
+    assert (told.slots_free, told.queue_depth, told.sessions_waiting) == (0, 3, 1)
+    leases.board.idle_count, leases.waiting = 4, 0
+    told = scene.gate.capacity(scene.now, QUEUE)
+    assert (told.slots_free, told.queue_depth) == (4, 1)
+    leases.serving = False
+    assert scene.gate.capacity(scene.now, QUEUE).slots_free is None
 
 
 def wish(*leases, key="k", cells_each=0):

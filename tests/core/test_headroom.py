@@ -23,7 +23,7 @@ from polykv_proxy.core.headroom import (
     settles,
 )
 from polykv_proxy.core.ledger import Figures
-from polykv_proxy.core.policies import Mode, Policy, Projection
+from polykv_proxy.core.policies import Mode, OnSaturation, Policy, Projection
 
 FLOOR = Policy(target_tps_per_session=20.0, mode=Mode.ENFORCED)
 LINE = Fit(0.02, 0.01, 0.01)  # flat up to one session, then 0.01 s each
@@ -159,6 +159,55 @@ def test_headroom_is_what_the_narrowest_arm_leaves():
     assert headroom_sessions(picture, replace(FLOOR, kv_headroom_ratio=0.9)) == 0
 
 
+def test_headroom_is_of_sessions_as_large_as_is_said():
+    """Not of average ones; what fits nowhere has none."""
+    picture = at(1, cells=cells(free=7682, total=8192), marginal_tokens=65.0, window=8192)
+    told = [headroom_sessions(picture, Policy(), tokens) for tokens in (None, 1, 99, 4000, 7682, 7683, 9000)]
+    assert told == [118, 7682, 77, 1, 1, 0, 0]
+    assert headroom_sessions(at(1, window=8192), Policy(), 9000) == 0
+    assert headroom_sessions(at(1, window=8192), Policy(), 8192) is None
+    floor = at(2, fit=LINE, reach=99, cells=cells(free=250))
+    assert [headroom_sessions(floor, FLOOR, tokens) for tokens in (10, 250)] == [2, 1]
+
+
+@pytest.mark.parametrize(
+    "picture",
+    [
+        at(4, 22.0),
+        at(1, 90.0, settling=1),
+        at(1, 90.0, waiting=1),
+        at(1, 90.0, stale=True),
+        at(1, 90.0, cells=cells(free=10)),
+    ],
+)
+def test_where_one_may_not_come_in_there_is_no_headroom(picture):
+    """Whatever the reason: the document does not say no and 58."""
+    told = capacity(picture, FLOOR, 50)
+    assert (told.can_admit, told.headroom_sessions) == (False, 0)
+    assert told.reason is not None
+    assert told.retry_after_s is not None
+
+
+def test_who_comes_in_to_wait_for_a_slot_is_told():
+    """Slots are no arm, but nobody takes a wait for room: busy ones, or others that wait for cells."""
+    picture = at(4, cells=cells(free=500), marginal_tokens=100.0, slots_free=0, in_line=2)
+    told = capacity(picture, Policy())
+    assert (told.can_admit, told.reason, told.queue_depth) == (True, "no slot free", 2)
+    assert (told.headroom_sessions, told.slots_free, told.retry_after_s) == (5, 0, None)
+    assert capacity(replace(picture, slots_free=1), Policy()).reason == "others wait"
+    assert capacity(replace(picture, slots_free=1, in_line=0), Policy()).reason is None
+    assert capacity(replace(picture, slots_free=None, in_line=0), Policy()).reason is None
+
+
+def test_who_waits_at_the_gate_is_in_the_way_where_the_policy_holds():
+    """Of its own pool; where it warns, nobody is held for others or to settle."""
+    picture = at(1, 90.0, waiting=1, at_gate=1, settling=1)
+    assert capacity(picture, FLOOR).reason == "others wait"
+    assert capacity(replace(picture, waiting=0), FLOOR).reason == "settling"
+    assert capacity(picture, replace(FLOOR, on_saturation=OnSaturation.WARN)).can_admit
+    assert capacity(picture, Policy()).can_admit
+
+
 def test_pressure_is_the_nearest_wall():
     """Cells or the fullest window; nothing known is not zero."""
     assert pressure(IDLE) is None
@@ -186,10 +235,10 @@ def test_the_document_has_all_members_and_no_invented_values():
         *("projection_bias_ewma", "mean_active_tps", "n_active_sessions", "headroom_sessions"),
         *("kv_headroom_pct", "kv_cells_free", "kv_cells_total", "marginal_tokens_mean", "seq_ids_used"),
         *("seq_ids_max", "slots_free", "ctx_headroom_tokens", "compaction_pressure", "pressure", "settling"),
-        *("queue_depth", "retry_after_s"),
+        *("queue_depth", "sessions_waiting", "retry_after_s"),
     }
     known = {key for key, value in told.items() if value is not None}
-    assert known == {"can_admit", "n_active_sessions", "settling", "queue_depth"}
+    assert known == {"can_admit", "n_active_sessions", "settling", "queue_depth", "sessions_waiting"}
 
 
 def test_the_document_of_a_busy_engine():
@@ -207,6 +256,8 @@ def test_the_document_of_a_busy_engine():
         seq_ids_used=5,
         seq_ids_max=20,
         waiting=2,
+        at_gate=3,
+        in_line=4,
         largest_ratio=0.5,
     )
     told = capacity(picture, FLOOR)
@@ -215,7 +266,8 @@ def test_the_document_of_a_busy_engine():
     assert told.projected_mean_tps_if_admitted == told.projected_model == pytest.approx(16.0)
     assert told.projected_measured == pytest.approx(19.2)
     assert (told.kv_cells_free, told.kv_cells_total, told.kv_headroom_pct) == (400, 1000, 40.0)
-    assert (told.ctx_headroom_tokens, told.headroom_sessions, told.queue_depth) == (300, 0, 2)
+    assert (told.ctx_headroom_tokens, told.headroom_sessions) == (300, 0)
+    assert (told.queue_depth, told.sessions_waiting, told.slots_free) == (7, 3, 3)
     assert (told.pressure, told.compaction_pressure) == (0.6, 0.0)
     assert told.retry_after_s == 2
 
