@@ -226,8 +226,8 @@ class _Picture:
 
     @property
     def cells_total(self) -> float | None:
-        """Cells of the engine."""
-        return None if self.plane.facts is None else self.plane.facts.cells
+        """Cells of the engine, where it tells."""
+        return self.plane.cells_total
 
 
 def _known(rates: Sequence[float | None]) -> float | None:

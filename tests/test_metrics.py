@@ -99,6 +99,13 @@ def test_what_is_not_known_is_not_there():
     assert found["admissions_total", ("outcome", "rejected")] == 0.0
 
 
+def test_the_cells_of_an_engine_without_counters_are_not_known():
+    """There is an upper bound, and nobody could tell it from the figure of another engine."""
+    plane = ControlPlane(max_waiting=1)
+    plane.on_engine_ready(EngineFacts("", 2, 0, 1000, 500, 0, "b"), Capability.RELAY, "stock", "m", 0.0)
+    assert "kv_cells_total" not in shown(Metrics(plane))
+
+
 def test_states_are_read_at_the_scrape(plane):
     """Bytes by ownership, sessions and speed, by pool."""
     one = Metrics(plane)
