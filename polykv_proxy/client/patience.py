@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from polykv_proxy.client.errors import (
+    ConflictError,
     ConnectionFailedError,
     PolyKVError,
     PoolSaturatedError,
@@ -23,6 +24,9 @@ LONGEST_PAUSE_S = 8.0
 
 NOT_BEGUN = frozenset({"engine_loading", "cannot_tell", "stopping"})
 """Codes of 503 that are said before a request is sent to the engine."""
+
+SLOT_BUSY = "slot_busy"
+"""Code of a 409 that nothing was done for, because a request has a slot for now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,4 +75,6 @@ def may_repeat(error: PolyKVError, *, idempotent: bool) -> bool:
         return idempotent or not error.sent
     if isinstance(error, UnavailableError):
         return idempotent or error.code in NOT_BEGUN
+    if isinstance(error, ConflictError):
+        return error.code == SLOT_BUSY
     return isinstance(error, PoolSaturatedError)

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, Unpack
 
 from polykv_proxy.client import calls
 from polykv_proxy.client.errors import ConflictError, NotFoundError, PoolNotFoundError, PoolSaturatedError
-from polykv_proxy.client.results import Capacity, Pool, Reforked
+from polykv_proxy.client.patience import SLOT_BUSY
+from polykv_proxy.client.results import Capacity, Migrated, Pool, Reforked
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -25,6 +26,9 @@ SUMMARISE = (
 
 
 MAX_SUMMARY_TOKENS = 512
+
+BUSY_PAUSES_S = (1.0, 2.0, 4.0, 8.0)
+"""Pauses after which a session whose slot is busy is asked to move again: its branch is computed already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +136,8 @@ def compact_by_refork(  # noqa: PLR0913 - what a compaction is made of
 
     Raises:
         ContextOverflowError: there is no room for the summary's instruction.
-        ConflictError: the session runs, or its pool is on another engine; nothing has changed.
+        ConflictError: the session runs, its slot stays busy, or its pool is on another engine; nothing has
+            changed.
     """
     if summary is None:
         body = _summary_request(
@@ -145,7 +150,7 @@ def compact_by_refork(  # noqa: PLR0913 - what a compaction is made of
     migrated, freed = False, 0
     if session_id is not None:
         try:
-            moved = yield calls.migrate_session(session_id, pool.pool_id)
+            moved = yield from _migrate(session_id, pool.pool_id)
             migrated, freed = True, moved.cells_freed or 0
         except NotFoundError:
             pass  # it never came, or was forgotten: its next request begins on the new branch anyway
@@ -154,6 +159,21 @@ def compact_by_refork(  # noqa: PLR0913 - what a compaction is made of
                 yield calls.release_pool(pool.pool_id)
             raise
     return Reforked(pool=pool, messages=messages, summary=summary, migrated=migrated, cells_freed=freed)
+
+
+def _migrate(session_id: str, pool_id: str) -> Procedure[Migrated]:
+    """Move a session; whoever has its slot for now may be done in a moment."""
+    for pause in BUSY_PAUSES_S:
+        try:
+            moved: Migrated = yield calls.migrate_session(session_id, pool_id)
+        except ConflictError as error:
+            if error.code != SLOT_BUSY:
+                raise
+        else:
+            return moved
+        yield Pause(pause)
+    moved = yield calls.migrate_session(session_id, pool_id)
+    return moved
 
 
 def answered(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -28,6 +28,8 @@ def unavailable(code):
         (unavailable("engine_loading"), True, True),
         (unavailable("engine_gone"), False, True),
         (errors.ServerError("bug", status=500), False, False),
+        (errors.ConflictError("at work", status=409, error={"code": "slot_busy"}), True, True),
+        (errors.ConflictError("runs", status=409, error={"code": "session_running"}), False, False),
         (errors.BadRequestError("no", status=400), False, False),
         (errors.ContextOverflowError("long", status=400), False, False),
         (errors.PoolNotFoundError("gone", status=404), False, False),

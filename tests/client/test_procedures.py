@@ -113,3 +113,38 @@ def test_a_session_that_cannot_move_undoes_the_fork(created):
     else:
         with pytest.raises(errors.ConflictError):
             procedure.throw(running)
+
+
+def test_a_session_whose_slot_is_busy_is_asked_to_move_again():
+    """A moment later it can, and the branch that was computed for it is not given up."""
+    busy = errors.ConflictError("wanted by others", error={"code": "slot_busy"})
+    steps, done = play(
+        procedures.compact_by_refork("root", HISTORY, summary="short", session_id="s"),
+        Pool(pool_id="child", prefix_len=50, created=True),
+        busy,
+        None,
+        busy,
+        None,
+        Migrated(session_id="s", pool_id="child", cells_freed=300),
+    )
+    assert [step.path for step in steps if not isinstance(step, Pause)][1:] == [
+        "/polykv/sessions/s/migrate"
+    ] * 3
+    assert [step for step in steps if isinstance(step, Pause)] == [Pause(1.0), Pause(2.0)]
+    assert (done.migrated, done.cells_freed) == (True, 300)
+
+
+def test_a_slot_that_stays_busy_is_not_waited_for_for_ever():
+    """Then nothing has changed."""
+    busy = errors.ConflictError("wanted by others", error={"code": "slot_busy"})
+    procedure = procedures.compact_by_refork("root", HISTORY, summary="short", session_id="s")
+    next(procedure)
+    step, pauses = procedure.send(Pool(pool_id="child", prefix_len=50, created=True)), 0
+    while step.method != "DELETE":
+        step = procedure.throw(busy)
+        if isinstance(step, Pause):
+            pauses += 1
+            step = procedure.send(None)
+    assert pauses == len(procedures.BUSY_PAUSES_S)
+    with pytest.raises(errors.ConflictError):
+        procedure.send(None)
