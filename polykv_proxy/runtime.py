@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import suppress
 from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, TypeVar
@@ -71,6 +72,9 @@ QUIET_POLL_S = QUIET_S
 
 RETRY_READY_S = 1.0
 
+BORROWED_WAIT_S = 60.0
+"""Longest wait for a slot that is borrowed; a save waits for the batch that the engine computes."""
+
 T = TypeVar("T")
 
 
@@ -130,6 +134,8 @@ class Runtime:
         self.saver: Saver = NoSaver()
         """Keeps KV on disk, if somebody does."""
         self.stillness = Stillness(plane.cells)
+        self._given_back = asyncio.Event()
+        """Set, then cleared, whenever a borrowed slot is given back."""
         self._moving: dict[LeaseId, asyncio.Future[Any]] = {}
         """Requests in whose slots KV is written or read: these stay theirs until that is over."""
         self._ready_task: asyncio.Task[None] | None = None
@@ -276,6 +282,18 @@ class Runtime:
     def returned(self, lease: Lease) -> None:
         """Give back what was borrowed."""
         self._perform(self.plane.leases.returned(lease, monotonic()))
+        self._given_back.set()
+        self._given_back.clear()
+
+    async def not_borrowed(self, slot: SlotId) -> None:
+        """Wait until nobody of us has a slot for a moment; whoever asks for one need not know of our saves.
+
+        Look again what the slot is, and use it without another await: a request may have got it in between.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout(BORROWED_WAIT_S):
+                while slot < len(self.plane.board.slots) and self.plane.board.slots[slot].borrowed:
+                    await self._given_back.wait()
 
     def end_session(self, session_id: SessionId, scope: Scope | None) -> SlotId | None:
         """A conversation is over; see ``ControlPlane.end_session``."""

@@ -109,6 +109,7 @@ class Status:
             raise self._runtime.unavailable()
         if slot >= len(self._runtime.plane.board.slots):
             raise BadRequestError(f"there is no slot {slot}", code="no_such_slot", param="id_slot")
+        await self._runtime.not_borrowed(slot)
         pending = self._runtime.line.request(Ask(scope=Scope(""), only=slot), conversation=False)
         if pending.lease is None:
             pending.give_up()

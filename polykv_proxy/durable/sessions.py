@@ -255,6 +255,7 @@ class SavedSessions:
         """A session ends: its state stays on disk, or goes from there, too; returns whether it stays."""
         slot = None if session.slot is None else self._plane.board.slots[session.slot]
         if keep and slot is not None:
+            await self._runtime.not_borrowed(slot.slot)  # to be saved idle, perhaps, and not as a whole
             await self._keep_borrowed(slot, session, whole=True)
         if not keep:
             session.delivered = None  # who waits to save it does not

@@ -65,11 +65,18 @@ class Sessions:
             self._runtime.after_idle[left] = partial(self._erase, slot, self._runtime.epoch)
             return 0, kept
         try:  # to the end whoever leaves; whoever gets the slot first overwrites what is in it
-            freed = await asyncio.shield(self._runtime.background(self._room.empty(slot)))
+            freed = await asyncio.shield(self._runtime.background(self._empty(slot)))
         except PolyKVError as error:
             log.info("slot_not_emptied", slot=slot, reason=error.message)
             freed = 0
         return freed or 0, kept
+
+    async def _empty(self, slot: SlotId) -> int | None:
+        """Empty a slot whose session is over, unless another one has got it."""
+        await self._runtime.not_borrowed(slot)
+        if self._plane.board.slots[slot].session is not None:
+            return None
+        return await self._room.empty(slot)
 
     async def _erase(self, slot: SlotId, epoch: str) -> None:
         """Take from a slot what a request left there whose session was closed; nobody has it yet."""
@@ -97,6 +104,9 @@ class Sessions:
 
     async def _migrate(self, session_id: SessionId, scope: Scope | None, pool: PrefixPool) -> int:
         session = self._plane.sessions.idle(session_id, scope)  # again: the pool may have taken long
+        if session.slot is not None:
+            await self._runtime.not_borrowed(session.slot)
+            session = self._plane.sessions.idle(session_id, scope)
         if not pool.resident:
             raise ConflictError(f"pool {pool.pool_id} is not resident any more", code="pool_lost")
         before, session.moves_to = session.moves_to, pool.pool_id  # no request of it comes between

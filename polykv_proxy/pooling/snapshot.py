@@ -108,6 +108,8 @@ class Snapshots:
         try:
             async with self._runtime.stillness.of(slot.slot):
                 held = await backend.shared(slot.slot)
+                if not backend.snapshots_running:
+                    await self._runtime.not_borrowed(slot.slot)
                 if slot.session is not session:
                     raise SessionNotResidentError("another conversation took the slot", param="from_session")
                 lease = None if backend.snapshots_running else self._borrow(slot)

@@ -474,6 +474,78 @@ async def test_who_is_closed_while_he_is_saved_is_forgotten(proxies):
     assert keys(rig) == []
 
 
+@pytest.mark.parametrize("act", ["migrate", "close", "keep", "erase"])
+async def test_a_save_of_ours_is_waited_for_by_who_is_told_to_use_its_slot(proxies, act):
+    """It is over in a moment, and nobody outside knows of it: what is asked for is done, not refused."""
+    rig = await proxies(idle_save_s=1000.0)
+    pool = await rig.pool()
+    await turn(rig, "a", LONG)
+    held = rig.engine.slow["/slots/0"] = asyncio.Event()
+    keeping = asyncio.create_task(rig.durable.sessions.keep_idle(0.0))
+    await until(lambda: rig.runtime.plane.board.slots[0].borrowed)
+    path, body = {
+        "migrate": ("/polykv/sessions/a/migrate", {"pool_id": pool["pool_id"]}),
+        "close": ("/polykv/sessions/a/close", {}),
+        "keep": ("/polykv/sessions/a/close?keep=1", {}),
+        "erase": ("/slots/0?action=erase", {}),
+    }[act]
+    asked = rig.start(path, body)
+    await asyncio.sleep(0.05)
+    assert not asked.done()
+    held.set()
+    await keeping
+    answer = await asked
+    assert answer.status == 200, answer.body
+    assert rig.runtime.plane.board.slots[0].session is None
+    assert rig.engine.used == pool["prefix_len"]
+    assert keys(rig) == ([] if act == "close" else ["a"])
+    if act == "migrate":
+        moved = await rig.ask(CHAT, chat("hi", session_id="a"))
+        assert moved.headers["x-pool-id"] == pool["pool_id"]
+
+
+async def test_who_is_closed_to_stay_while_he_is_looked_at_stays_whole(proxies, monkeypatch):
+    """A save of idle slots leaves out a short turn; the one that was asked for does not."""
+    rig = await proxies(idle_save_s=1000.0)
+    await turn(rig, "a", LONG)
+    await rig.durable.sessions.keep_idle(0.0)
+    (entry,) = rig.durable.shelf.catalogue
+    await turn(rig, "a", LONG, "next")
+    client, go_on = rig.runtime.client, asyncio.Event()
+    counters = client.counters
+
+    async def slowly():
+        await go_on.wait()
+        return await counters()
+
+    monkeypatch.setattr(client, "counters", slowly)
+    keeping = asyncio.create_task(rig.durable.sessions.keep_idle(0.0))
+    await until(lambda: rig.runtime.plane.board.slots[0].borrowed)
+    closing = rig.start("/polykv/sessions/a/close?keep=1", {})
+    await asyncio.sleep(0.05)
+    go_on.set()
+    await keeping
+    assert (await closing).json["kept"] is True
+    (whole,) = rig.durable.shelf.catalogue
+    assert len(whole.tokens) > len(entry.tokens)
+
+
+async def test_a_save_that_does_not_end_is_not_waited_for_for_ever(proxies, monkeypatch):
+    """Then it is said that the slot is busy, and nothing has changed."""
+    rig = await proxies(idle_save_s=1000.0)
+    pool = await rig.pool()
+    await turn(rig, "a", LONG)
+    monkeypatch.setattr("polykv_proxy.runtime.BORROWED_WAIT_S", 0.05)
+    held = rig.engine.slow["/slots/0"] = asyncio.Event()
+    keeping = asyncio.create_task(rig.durable.sessions.keep_idle(0.0))
+    await until(lambda: rig.runtime.plane.board.slots[0].borrowed)
+    answer = await rig.ask("/polykv/sessions/a/migrate", {"pool_id": pool["pool_id"]})
+    assert (answer.status, answer.error["code"]) == (409, "slot_busy")
+    assert rig.runtime.plane.sessions.get("a").moves_to is None
+    held.set()
+    await keeping
+
+
 async def test_what_was_deleted_is_not_saved_again(proxies):
     """Not what the session left before, of which there was more than on disk."""
     rig = await proxies(idle_save_s=1000.0)
