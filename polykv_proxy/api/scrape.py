@@ -101,7 +101,7 @@ def merged(texts: Mapping[str, bytes]) -> bytes:
     for engine, text in texts.items():
         label = 'engine="{}"'.format(engine.replace("\\", r"\\").replace('"', r"\""))
         name = ""
-        for line in text.decode("utf-8", "replace").splitlines():
+        for line in text.decode("utf-8", "replace").split("\n"):  # the format's only line end
             if line.startswith(("# HELP ", "# TYPE ")):
                 name = line.split(" ", 3)[2]
                 known = heads.setdefault(name, [])

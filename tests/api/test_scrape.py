@@ -219,3 +219,10 @@ def test_a_sample_without_a_head():
         ("x", ("engine", "a")): 1,
         ("x", ("engine", "b")): 2,
     }
+
+
+@pytest.mark.parametrize("mark", ["\u2028", "\u2029", "\x85", "\x0b", "\x0c", "\x1c", "\r"])
+def test_only_a_line_feed_ends_a_line(mark):
+    """What else counts as a line end somewhere may stand in a label of an engine's."""
+    text = f'x{{path="a{mark}b"}} 1\ny 2\n'.encode()
+    assert merged({"a": text}) == f'x{{engine="a",path="a{mark}b"}} 1\ny{{engine="a"}} 2\n'.encode()
