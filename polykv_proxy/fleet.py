@@ -91,8 +91,8 @@ class Fleet:
         return {engine.name: engine.plane for engine in self}
 
     async def sample(self) -> None:
-        """Have a fresh picture of every engine."""
-        await asyncio.gather(*(engine.runtime.readings.take() for engine in self))
+        """Have a fresh picture of every engine that gives one soon."""
+        await asyncio.gather(*(engine.runtime.readings.glance() for engine in self))
 
     async def wait_until_serving(self, timeout_s: float) -> None:
         """Returns when one engine takes requests, or so many seconds have passed."""

@@ -7,6 +7,7 @@ Rule 2: a reading from before something changed is old, however short ago it was
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from time import monotonic
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -33,6 +34,10 @@ FRESH_S = 0.1
 QUIET_S = 1.5
 """Between two moments at which an engine without the patch is asked while it works for a client that gets
 nothing for now: it looks at a closed connection only after a second in which it told nobody anything."""
+
+GLANCE_S = 2.0
+"""For a reading that is only to be shown: the last one shows as much as there is to know, and an engine that
+hangs must not keep what is known of the others."""
 
 SILENCE_S = 0.25
 """Without an answer to a look after which the engine counts as starved."""
@@ -106,6 +111,12 @@ class Readings:
             return await asyncio.shield(self._sampling)
         except PolyKVError:
             return self.plane.sample
+
+    async def glance(self) -> None:
+        """A fresh reading for whoever only shows it, if the engine gives one soon."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(GLANCE_S):
+                await self.take()
 
     async def look(self, max_age_s: float) -> None:
         """The sampler's look: what came since the last one goes into the rates.

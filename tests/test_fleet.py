@@ -1,11 +1,15 @@
 """Claims about ``fleet``: what belongs to which engine is found, whoever asks."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 from api.rig import CHAT, SYSTEM, chat
 
+from polykv_proxy import readings
+from polykv_proxy.core.rates import STALE_S
 from polykv_proxy.core.types import Scope, SessionId
+from polykv_proxy.engine import client
 from polykv_proxy.errors import BadRequestError, DisabledError, NotFoundError, UnavailableError
 
 ALIKE = ("a", "a")
@@ -109,6 +113,24 @@ async def test_a_fleet_serves_while_one_engine_does(proxies):
     rig.down()
     assert rig.fleet.serving
     assert [engine.has_pools for engine in rig.fleet] == [False, True]
+
+
+async def test_an_engine_that_hangs_holds_up_no_listing(proxies, monkeypatch):
+    """Its last reading is shown until that is too old: then nothing is known of it; all is of the others."""
+    rig = await proxies(models=ALIKE)
+    await rig.fleet.sample()
+    monkeypatch.setattr(readings, "GLANCE_S", 0.05)
+    rig.engines[1].slow["/polykv/engine/counters"] = hang = asyncio.Event()
+    rig.fleet[1].runtime.readings.changed()
+    async with asyncio.timeout(client.CONTROL_TIMEOUT_S / 2):
+        for path in ("/polykv/sessions", "/polykv/pools"):
+            assert (await rig.ask(path)).status == 200
+    plane = rig.fleet[1].plane
+    plane.sample = replace(plane.sample, taken_at=plane.sample.taken_at - STALE_S)
+    listing = (await rig.ask("/polykv/pools")).json
+    assert [part["kv_cells_used"] is None for part in listing["engines"]] == [False, True]
+    assert listing["kv_cells_used"] is None
+    hang.set()
 
 
 async def test_whoever_needs_an_engine_can_wait_for_one(proxies):

@@ -7,6 +7,7 @@ from api.rig import CHAT, chat, until
 from polykv_proxy import readings as readings_module
 from polykv_proxy.core.slots import Content
 from polykv_proxy.core.types import Scope, as_tokens
+from polykv_proxy.engine.client import CONTROL_TIMEOUT_S
 
 TOKENS = as_tokens(range(1, 41))
 SCOPE = Scope("")
@@ -121,3 +122,19 @@ async def test_an_engine_that_keeps_us_waiting_slows_its_readers_down(rig, monke
     gate.set()
     await until(lambda: session.rate.tps > before / 2)
     running.cancel()
+
+
+async def test_whoever_only_shows_a_reading_waits_for_it_shortly(rig, monkeypatch):
+    """A fresh one if it comes; else the last one serves, and the next who asks gets the one under way."""
+    before = await rig.runtime.readings.take(0.0)
+    rig.runtime.readings.changed()
+    await rig.runtime.readings.glance()
+    assert rig.runtime.plane.sample.taken_at > before.taken_at
+    monkeypatch.setattr(readings_module, "GLANCE_S", 0.05)
+    rig.engine.slow["/polykv/engine/counters"] = hang = asyncio.Event()
+    rig.runtime.readings.changed()
+    async with asyncio.timeout(CONTROL_TIMEOUT_S / 2):
+        await rig.runtime.readings.glance()
+    hang.set()
+    last = rig.runtime.plane.sample
+    assert (await rig.runtime.readings.take(0.0)).taken_at > last.taken_at

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
@@ -175,7 +176,7 @@ class ControlApi:
         orphans = flag(request, "orphans")
         self._fleet.require_pools()
         await self._fleet.sample()
-        listing = views.pools(self._fleet.planes, self.sees(request), orphans=orphans)
+        listing = views.pools(self._fleet.planes, self.sees(request), monotonic(), orphans=orphans)
         for part, engine in zip(listing["engines"], self._fleet, strict=True):
             part.update(engine.runtime.backend.listing())
         return json_reply(listing)
@@ -183,7 +184,7 @@ class ControlApi:
     async def show_pool(self, request: web.Request) -> web.Response:
         """``GET /polykv/pools/{id}``: one pool and what is below it."""
         engine, pool = self._pool(request)
-        await engine.runtime.readings.take()
+        await engine.runtime.readings.glance()
         view, *below = [views.pool_view(engine.name, engine.plane, each) for each in pool.subtree()]
         return json_reply({**view, "subtree": below})
 

@@ -25,20 +25,22 @@ FEATURES = ("polykv_pools_v1", "polykv_fork_v1", "polykv_snapshot_v1", "polykv_a
 
 
 def pools(
-    planes: Mapping[str, ControlPlane], scope: Scope | None, *, orphans: bool = False
+    planes: Mapping[str, ControlPlane], scope: Scope | None, now: float, *, orphans: bool = False
 ) -> dict[str, Any]:
     """Every pool that ``scope`` may see (None: all), and how all used cells are accounted for.
 
     Used cells are the own cells of the pools and of those that drain, the private cells of the sessions
     listed below either, those of unpooled slots, what is other keys', and what is not attributed. Figures
-    of several engines are added up; one that does not tell makes the sum unknown.
+    of several engines are added up; one that does not tell makes the sum unknown. So does one whose last
+    reading is too old to speak of the present.
 
     Args:
         planes: the engines' states by the engines' names.
         scope: whose eyes.
+        now: monotonic seconds.
         orphans: list only pools that are pinned for nobody; every figure stays that of all.
     """
-    parts = [_engine_pools(name, plane, scope) for name, plane in planes.items()]
+    parts = [_engine_pools(name, plane, scope, now) for name, plane in planes.items()]
     lists = ("pools", "unpooled", "draining")
     sums = [key for key in parts[0] if key not in lists and key not in ("engine", "tree_depth")]
     return {
@@ -56,10 +58,11 @@ def _sum(figures: Iterable[N | None]) -> N | None:
     return None if None in known else sum(figure for figure in known if figure is not None)
 
 
-def _engine_pools(name: str, plane: ControlPlane, scope: Scope | None) -> dict[str, Any]:
+def _engine_pools(name: str, plane: ControlPlane, scope: Scope | None, now: float) -> dict[str, Any]:
     """One engine's part of ``pools``."""
     visible = [pool for pool in plane.tree if scope in (None, pool.scope)]
-    facts, sample, owned = plane.facts, plane.sample, plane.ownership
+    facts, sample = plane.facts, plane.present(now)
+    owned = None if sample is None else plane.ownership
     named = {
         session.slot: session.session_id
         for session in plane.sessions

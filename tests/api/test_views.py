@@ -68,7 +68,7 @@ def session(plane, name, *, scope=SCOPE):
 def test_nothing_is_known_before_an_engine_answers():
     """Counts are null, not zero."""
     empty = ControlPlane(max_waiting=1)
-    document = views.pools({"e": empty}, SCOPE)
+    document = views.pools({"e": empty}, SCOPE, 0.0)
     unknown = ("seq_ids_used", "seq_ids_max", "kv_cells_used", "kv_cells_total", "unattributed_cells")
     assert [document[name] for name in unknown] == [None] * 5
     assert (document["pools"], document["unpooled"], document["draining"], document["tree_depth"]) == (
@@ -114,7 +114,7 @@ def test_pools_count_bytes_by_ownership():
     mine = session(plane, "me")
     mine.pool = child.pool_id
     plane.on_sample(EngineSample("e", 0.0, 140, 1000, 0, (slot(0, 140, shared=130, uid=2), slot(1, 0)), ()))
-    top, below = views.pools({"e": plane}, SCOPE)["pools"]
+    top, below = views.pools({"e": plane}, SCOPE, 0.0)["pools"]
     assert (top["own_kv_bytes"], top["subtree_kv_bytes"], top["children"]) == (1000, 1300, [child.pool_id])
     assert (below["own_kv_bytes"], below["parent"], below["branch_pos"]) == (300, root.pool_id, 100)
     (attached,) = below["sessions"]
@@ -123,7 +123,7 @@ def test_pools_count_bytes_by_ownership():
         100,
         None,
     )
-    assert views.pools({"e": plane}, SCOPE)["tree_depth"] == 2
+    assert views.pools({"e": plane}, SCOPE, 0.0)["tree_depth"] == 2
 
 
 def test_a_pin_without_a_user_is_shown():
@@ -147,11 +147,11 @@ def test_a_listing_holds_what_its_scope_may_see():
     plane.on_sample(EngineSample("e", 0.0, 75, 1000, 0, (slot(0, 10), slot(1, 65, shared=50, uid=1)), ()))
     plane.board.slots[1].session.slot = SlotId(1)
     for scope, names, pools in ((SCOPE, ["mine"], [gone.pool_id]), (Scope("t"), [None], [None])):
-        listing = views.pools({"e": plane}, scope)
+        listing = views.pools({"e": plane}, scope, 0.0)
         assert [one["session_id"] for one in listing["unpooled"]] == names
         assert [one["pool_id"] for one in listing["draining"]] == pools
         assert listing["unpooled"][0]["cells"] == 10
-    (rest,) = views.pools({"e": plane}, None)["draining"]
+    (rest,) = views.pools({"e": plane}, None, 0.0)["draining"]
     assert (rest["pool_id"], rest["cells"], rest["holders"]) == (gone.pool_id, 50, 1)
     assert [(rider["session_id"], rider["suffix_n_tokens"]) for rider in rest["sessions"]] == [("theirs", 15)]
 
@@ -179,13 +179,25 @@ def test_a_listing_adds_up_for_everyone():
     slots = (slot(0, 35, shared=20, uid=2), slot(1, 65, shared=50, uid=1))
     plane.on_sample(EngineSample("e", 0.0, 100, 1000, 0, slots, ()))
     for scope in (None, SCOPE, Scope("t")):
-        listing = views.pools({"e": plane}, scope)
+        listing = views.pools({"e": plane}, scope, 0.0)
         assert (listing["kv_cells_used"], listing["unattributed_cells"]) == (100, 0)
         assert cells_of(listing) == 100
-    assert views.pools({"e": plane}, Scope("t"))["other_keys_cells"] == 35
-    (shown,) = views.pools({"e": plane}, SCOPE)["pools"]
+    assert views.pools({"e": plane}, Scope("t"), 0.0)["other_keys_cells"] == 35
+    (shown,) = views.pools({"e": plane}, SCOPE, 0.0)["pools"]
     assert [(rider["slot"], rider["suffix_n_tokens"]) for rider in shown["sessions"]] == [(0, 15)]
     assert shown["pool_id"] == kept.pool_id
+
+
+def test_an_old_reading_says_nothing_of_the_present():
+    """What the proxy itself knows stays: its pools, and the engine's size."""
+    plane = plane_with()
+    kept = pool(plane, 20, 1)
+    plane.on_sample(EngineSample("e", 0.0, 50, 1000, 0, (slot(0, 30), slot(1, 0)), ()))
+    assert views.pools({"e": plane}, SCOPE, STALE_S)["kv_cells_used"] == 50
+    listing = views.pools({"e": plane}, SCOPE, STALE_S + 0.1)
+    assert (listing["kv_cells_used"], listing["unattributed_cells"], listing["unpooled"]) == (None, None, [])
+    assert [each["pool_id"] for each in listing["pools"]] == [kept.pool_id]
+    assert listing["kv_cells_total"] == 1000
 
 
 def test_a_conversation_that_went_on_without_its_pool_is_listed_once():
@@ -195,7 +207,7 @@ def test_a_conversation_that_went_on_without_its_pool_is_listed_once():
     made.pinned = True
     session(plane, "me").pool = made.pool_id
     plane.on_sample(EngineSample("e", 0.0, 50, 1000, 0, (slot(0, 30), slot(1, 0)), ()))
-    listing = views.pools({"e": plane}, SCOPE)
+    listing = views.pools({"e": plane}, SCOPE, 0.0)
     assert (listing["pools"][0]["sessions"], listing["pools"][0]["orphaned_pin"]) == ([], True)
     assert [one["session_id"] for one in listing["unpooled"]] == ["me"]
     assert cells_of(listing) == 50
