@@ -12,6 +12,8 @@ from polykv_proxy.api.status import fetch
 from polykv_proxy.errors import PolyKVError, UnavailableError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from polykv_proxy.api import shapes
     from polykv_proxy.edge.exchange import Exchange
     from polykv_proxy.edge.head import Headers, ResponseHead
@@ -46,9 +48,10 @@ class Merged:
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
 
-    async def loading(self, exchange: Exchange) -> None:
-        """``GET /health`` while no engine serves: what the engine itself says while it loads, or why not."""
-        reasons = [engine.runtime.unavailable() for engine in self._fleet]
+    @staticmethod
+    async def loading(exchange: Exchange, engines: Iterable[Engine]) -> None:
+        """``GET /health`` while none of these serves: an engine's own words while it loads, or why not."""
+        reasons = [engine.runtime.unavailable() for engine in engines]
         body = _LOADING
         if all(reason.code != "engine_loading" for reason in reasons):
             told = {"message": reasons[0].message, "type": "unavailable_error", "code": 503}

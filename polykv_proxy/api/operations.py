@@ -328,7 +328,8 @@ OPERATIONS = (
         "/health",
         "Whether an engine serves; of several engines, how each is.",
         _HEALTH,
-        {502: "engine_gone", 503: "503 engine_gone"},
+        {400: "no_such_engine", 502: "engine_gone", 503: "503 engine_gone"},
+        query={"engine": {"type": "string", "description": "An engine's name: its own answer."}},
         guarded=False,
     ),
     _get(

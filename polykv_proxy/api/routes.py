@@ -4,7 +4,7 @@
 2. ``/polykv/…`` goes to the control application.
 3. What runs in a slot is placed by the proxy.
 4. Status documents get members of ours, metrics get our series; slot actions are checked.
-5. With several engines, their health and their models are told in one document each.
+5. With several engines, their health and their models are told in one document each, unless one is named.
 6. Everything else passes through: the body once it is complete, because the engine would keep a thread of
    its few waiting for a slow one; the answer as it streams.
 """
@@ -15,6 +15,7 @@ import asyncio
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+from urllib.parse import parse_qs
 
 import msgspec
 
@@ -146,11 +147,9 @@ class Routes:
 
     async def _get(self, exchange: Exchange, path: str, engine: Engine) -> bool:
         """Answer a GET that needs more than to be passed through; returns whether it was one."""
-        if path in _HEALTH and not self._fleet.serving:
-            await self._merged.loading(exchange)
-        elif self._several and path in _HEALTH:
-            await self._merged.health(exchange)
-        elif self._several and path in _MODELS and not exchange.head.query:
+        if path in _HEALTH:
+            return await self._health(exchange, engine)
+        if self._several and path in _MODELS and not exchange.head.query:
             await self._merged.models(exchange)
         elif path == "/metrics" and self._scrape is not None:
             await self._scrape.handle(exchange)
@@ -158,6 +157,18 @@ class Routes:
             await self._await_engine(engine)
             status = self._handlers[engine.number].status
             await (status.props if path == "/props" else status.slots)(exchange)
+        else:
+            return False
+        return True
+
+    async def _health(self, exchange: Exchange, engine: Engine) -> bool:
+        """Answer for all engines, or for the one that is named; returns False where that answers itself."""
+        one = not self._several or "engine" in parse_qs(exchange.head.query)
+        asked = [engine] if one else list(self._fleet)
+        if not any(each.plane.serving for each in asked):
+            await self._merged.loading(exchange, asked)
+        elif not one:
+            await self._merged.health(exchange)
         else:
             return False
         return True

@@ -37,6 +37,20 @@ async def test_without_any_engine_health_is_what_llama_server_says_while_it_load
     assert answer.headers["Retry-After"] == "2"
 
 
+async def test_the_health_of_an_engine_that_is_named(proxies):
+    """Its own answer while it serves, however the others are, and that it does not while it does not."""
+    rig = await proxies(models=("a", "b"))
+    rig.down()
+    for path in ("/health", "/v1/health"):
+        assert (await rig.ask(f"{path}?engine=engine-1")).body == b'{"status": "ok"}'
+        answer = await rig.ask(f"{path}?engine=engine-0")
+        assert (answer.status, answer.headers["Retry-After"]) == (503, "2")
+        assert (await rig.ask(f"{path}?engine=no")).error["code"] == "no_such_engine"
+        assert "engines" in (await rig.ask(f"{path}?model=a")).json
+    rig.engines[1].broken["/health"] = (503, b'{"error":{"message":"Loading model"}}')
+    assert (await rig.ask("/health?engine=engine-1")).status == 503
+
+
 async def test_the_health_of_one_engine_is_its_own_answer(rig):
     """Byte for byte."""
     assert (await rig.ask("/health")).body == b'{"status": "ok"}'
