@@ -45,10 +45,14 @@ class RequestsApi:
         raw = request.query.get("limit", str(DEFAULT_LIMIT))
         if not (raw.isascii() and raw.isdigit() and 0 < len(raw) < 10 and int(raw) > 0):
             raise BadRequestError("limit must be a positive number", param="limit")
-        found = self._book.latest(
-            self._sees(request), session_id=request.query.get("session_id"), limit=int(raw)
+        scope = self._sees(request)
+        found = self._book.latest(scope, session_id=request.query.get("session_id"), limit=int(raw))
+        return json_reply(
+            {
+                "requests": [request_view(record) for record in found],
+                "other_keys_requests": self._book.hidden_from(scope),
+            }
         )
-        return json_reply({"requests": [request_view(record) for record in found]})
 
     async def show_request(self, request: web.Request) -> web.Response:
         """``GET /polykv/requests/{id}``."""

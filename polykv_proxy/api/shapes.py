@@ -32,6 +32,7 @@ def says(text: str) -> Meta:
 
 Activity = Annotated[str, Meta(extra_json_schema={"enum": ["running", "idle"]})]
 Rate = Annotated[float | None, says("Decode tokens per second that come to the session.")]
+OtherSessions = Annotated[int, says("Sessions of other API keys, which are not listed.")]
 CtxUsed = Annotated[int | None, says("Tokens in its context.")]
 CtxHeadroom = Annotated[int | None, says("Tokens to the end of the window, or of the free cells if nearer.")]
 
@@ -272,6 +273,7 @@ class Sessions(TypedDict):
     """Of each engine the most recently used first."""
 
     sessions: list[Session]
+    other_keys_sessions: OtherSessions
 
 
 class Closed(TypedDict):
@@ -317,6 +319,7 @@ class Rates(TypedDict):
     pressure: Annotated[float | None, says("Use, 0 to 1, of what is nearest to its end.")]
     compaction_pressure: Annotated[float | None, says("0 up to a use of 0.7, 1 at the wall.")]
     sessions: list[SessionRate]
+    other_keys_sessions: OtherSessions
 
 
 # -- members of the engine's documents ---------------------------------------------------------------------

@@ -121,6 +121,9 @@ class Requests(TypedDict):
     """The last requests, latest first."""
 
     requests: list[Request]
+    other_keys_requests: Annotated[
+        int, says("Requests of other API keys, which are not listed, whatever was asked for.")
+    ]
 
 
 class Finding(TypedDict):

@@ -169,8 +169,14 @@ def sessions(planes: Mapping[str, ControlPlane], scope: Scope | None) -> shapes.
             for name, plane in planes.items()
             for session in reversed(list(plane.sessions))
             if scope in (None, session.scope)
-        ]
+        ],
+        "other_keys_sessions": _hidden(planes, scope),
     }
+
+
+def _hidden(planes: Mapping[str, ControlPlane], scope: Scope | None) -> int:
+    """Sessions that ``scope`` may not see."""
+    return sum(scope not in (None, each.scope) for plane in planes.values() for each in plane.sessions)
 
 
 def properties(
@@ -274,6 +280,7 @@ def rates(planes: Mapping[str, ControlPlane], scope: Scope | None, now: float, n
             if scope in (None, session.scope)
             for context in (context_of(session, plane.sample, plane.facts),)
         ],
+        "other_keys_sessions": _hidden(planes, scope),
     }
 
 

@@ -293,6 +293,8 @@ class Rates(_Result):
     pressure: float | None = None
     compaction_pressure: float | None = None
     sessions: tuple[SessionRate, ...] = ()
+    other_keys_sessions: int | None = None
+    """Sessions of other API keys, which are not listed."""
 
     @classmethod
     def read(cls, document: dict[str, Any]) -> Self:

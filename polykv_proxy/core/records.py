@@ -135,6 +135,10 @@ class RecordBook:
         )
         return list(islice(seen, limit))
 
+    def hidden_from(self, scope: Scope | None) -> int:
+        """How many ``scope`` may not see, of all that are kept."""
+        return sum(scope not in (None, record.scope) for record in self._records.values())
+
 
 def _is_of(session_id: str | None, asked: str | None) -> bool:
     """Whether a session is the one that was asked for, or one of its namesakes."""

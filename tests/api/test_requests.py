@@ -49,6 +49,19 @@ async def test_the_last_requests(rig):
     assert found[0]["ttft_ms"] > 0
 
 
+async def test_who_has_another_key_is_told_that_there_are_requests(rig):
+    """How many, and nothing of them: whoever looks for a session learns no more."""
+    await rig.ask(CHAT, chat("hi", session_id="a"), **KEYS)
+    await rig.ask(CHAT, chat("hi", session_id="b"), **KEYS)
+    for query in ("", "?session_id=a", "?session_id=none&limit=1"):
+        assert (await rig.ask(f"/polykv/requests{query}")).json == {"requests": [], "other_keys_requests": 2}
+    assert (await rig.ask("/polykv/requests", **KEYS)).json["other_keys_requests"] == 0
+    for path in ("/polykv/sessions", "/polykv/tps"):
+        found = (await rig.ask(path)).json
+        assert (found["sessions"], found["other_keys_sessions"]) == ([], 2)
+        assert (await rig.ask(path, **KEYS)).json["other_keys_sessions"] == 0
+
+
 async def test_of_one_session_and_not_too_many(rig):
     """Both can be asked for."""
     for session in ("a", "b", "a"):

@@ -221,7 +221,14 @@ def test_sessions_come_last_used_first():
     (one,) = views.sessions({"e": plane}, SCOPE)["sessions"]
     assert (one["ctx_used"], one["ctx_total"], one["ctx_headroom_tokens"]) == (30, 500, 470)
     assert (one["ttft_ms"], one["started_ts"], one["tps_ewma"]) == (500.0, 100.0, None)
-    assert [each["session_id"] for each in views.sessions({"e": plane}, None)["sessions"]] == ["two", "one"]
+    everybody = views.sessions({"e": plane}, None)
+    assert [each["session_id"] for each in everybody["sessions"]] == ["two", "one"]
+    assert everybody["other_keys_sessions"] == 0
+    nobody = Scope("operator")
+    assert views.sessions({"e": plane}, SCOPE)["other_keys_sessions"] == 1
+    assert views.sessions({"e": plane, "f": plane}, nobody) == {"sessions": [], "other_keys_sessions": 4}
+    assert views.rates({"e": plane}, nobody, 0.0, 77.0)["other_keys_sessions"] == 2
+    assert views.rates({"e": plane}, None, 0.0, 77.0)["other_keys_sessions"] == 0
     plane.board.forget(SlotId(0))
     (one,) = views.sessions({"e": plane}, SCOPE)["sessions"]
     assert (one["resident"], one["ctx_used"], one["slot"]) == (False, None, None)
@@ -248,6 +255,7 @@ def test_rates_are_those_of_whom_one_may_see():
         "prefill_tps": None,
         "pressure": 0.8,
         "compaction_pressure": 0.333,
+        "other_keys_sessions": 0,
     }
     old = views.rates({"e": plane}, None, STALE_S + 0.1, 77.0)
     assert (old["pressure"], old["compaction_pressure"]) == (None, None), "the engine may be gone"

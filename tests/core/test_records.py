@@ -73,6 +73,7 @@ def test_records_are_the_scopes_own():
     assert book.latest(OTHER, session_id=None, limit=10) == []
     assert book.get(record.request_id, OTHER) is None
     assert book.get(record.request_id, MINE) is book.get(record.request_id, None) is record
+    assert [book.hidden_from(scope) for scope in (OTHER, MINE, None)] == [1, 0, 0]
 
 
 def test_a_request_ends_once():
