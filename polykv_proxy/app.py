@@ -122,15 +122,15 @@ class Proxy:
                 journal=journal,
                 hold_s=PASS_THROUGH_HOLD_S,
             )
+            edge = Edge(routes.handle, render_error=render_error)
+            await self._listen(edge)  # a port that is taken is to load no model
             for each in hosted:
                 each.begin(tasks)
             tasks.spawn(self._watch_policies())
             stack.push_async_callback(stop, hosted)
             stack.push_async_callback(drain, hosted, settings.durable.drain_s + DRAIN_GRACE_S)
-            edge = Edge(routes.handle, render_error=render_error)
             stack.push_async_callback(edge.close, settings.drain_s)
             stack.callback(tps.close)
-            await self._listen(edge)
             self._stack = stack.pop_all()
         return self
 
@@ -171,6 +171,7 @@ class Proxy:
         try:
             port = await edge.listen(host, self._settings.listen_port)
         except OSError as error:
+            await edge.close(0.0)  # a name may have several addresses, and others be free
             raise ConfigError(
                 f"listen: cannot serve on {self._settings.listen}: {error.strerror or error}"
             ) from None
@@ -280,6 +281,8 @@ async def _serve(settings: Settings) -> int:
     def on_signal() -> None:
         if stop.is_set() and serving is not None:
             serving.cancel()
+        elif not stop.is_set():
+            log.info("told_to_stop", hint="running requests may end; a second signal cuts them off")
         stop.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):

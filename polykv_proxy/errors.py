@@ -15,7 +15,8 @@
     ├── DisabledError         501   pools are off (no patch, or ``--max-pools 0``)
     ├── UnavailableError      503   the engine cannot answer now; ``retry_after_s`` says when to ask again
     │   ├── SaturatedError    429   the engine is fine but taken; the queue is full or took too long
-    │   └── EngineGoneError         the engine died or its connection broke
+    │   ├── EngineGoneError         the engine died or its connection broke
+    │   └── StoppingError           the proxy is about to end
     ├── ConfigError                 a configuration that cannot work; ``path`` is the key
     ├── EngineStartError            no engine was ever ready; the message has the engine's own words
     └── BuildError                  the engine could not be fetched, patched, built or proven
@@ -194,6 +195,15 @@ class EngineGoneError(UnavailableError):
     """The engine died, or its connection broke before the answer was complete."""
 
     code = "engine_gone"
+
+
+class StoppingError(UnavailableError):
+    """The proxy is about to end: nothing new begins, and what did not end in time is cut off."""
+
+    code = "stopping"
+
+    def __init__(self) -> None:
+        super().__init__("the proxy is stopping")
 
 
 class ConfigError(PolyKVError):

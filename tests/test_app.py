@@ -5,6 +5,7 @@ import gc
 import json
 import os
 import signal
+import socket
 import sys
 
 import aiohttp
@@ -15,7 +16,7 @@ from api.rig import CHAT, attached, chat, until
 from polykv_proxy import app
 from polykv_proxy.app import GC_THRESHOLDS, Proxy, quieten_collector
 from polykv_proxy.errors import ConfigError, EngineStartError
-from polykv_proxy.settings import Settings, TelemetrySettings
+from polykv_proxy.settings import QueueSettings, Settings, TelemetrySettings
 
 
 async def test_a_request_finds_its_way(engine):
@@ -101,6 +102,58 @@ async def test_a_signal_ends_serving(engine, monkeypatch):
     signal.raise_signal(signal.SIGTERM)
     async with asyncio.timeout(20.0):
         assert await task == 0
+
+
+async def test_a_port_that_is_taken_starts_no_engine(tmp_path):
+    """The other proxy's model may fill the card."""
+    binary = tmp_path / "llama-server"
+    binary.write_text("#!/bin/sh\nsleep 60\n")
+    binary.chmod(0o700)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken = Settings(
+            listen=f"127.0.0.1:{other.getsockname()[1]}",
+            state_dir=tmp_path / "state",
+            runtime_dir=tmp_path / "run",
+            engine={"binary": binary, "model": binary},
+        )
+        with structlog.testing.capture_logs() as logs, pytest.raises(ConfigError, match="cannot serve on"):
+            await Proxy(taken).__aenter__()
+    assert [entry for entry in logs if entry["event"] == "engine_state"] == []
+
+
+async def test_a_second_signal_cuts_off_what_runs(engine, monkeypatch):
+    """Streams end with an event that says why, also one that still waits; the first signal told of it."""
+    proxies = []
+    listen = Proxy._listen
+
+    async def listening(self, edge):
+        await listen(self, edge)
+        proxies.append(self)
+
+    monkeypatch.setattr(Proxy, "_listen", listening)
+    engine.token_gate.clear()
+    given = attached(engine).model_copy(update={"queue": QueueSettings(hold_grace_s=0.0), "drain_s": 600.0})
+    with structlog.testing.capture_logs() as logs:
+        task = asyncio.get_running_loop().create_task(app._serve(given))
+        await until(lambda: proxies)
+        await until(proxies[0].fleet.first.runtime.serving.is_set)
+        url = f"http://{proxies[0].address}{CHAT}"
+        slots = len(proxies[0].fleet.first.plane.board.slots)
+        async with aiohttp.ClientSession() as session:
+            streams = [
+                await session.post(url, json=chat("hi", stream=True, session_id=f"s{number}"))
+                for number in range(slots + 1)  # the last one waits for a slot
+            ]
+            await until(lambda: engine.running == slots)
+            signal.raise_signal(signal.SIGINT)
+            await until(lambda: any(entry["event"] == "stopping" for entry in logs))
+            signal.raise_signal(signal.SIGINT)
+            async with asyncio.timeout(60.0):
+                answers = [await stream.text() for stream in streams]
+                assert await task == 0
+    assert all('"code":"stopping"' in answer for answer in answers), answers
+    (told,) = [entry for entry in logs if entry["event"] == "told_to_stop"]
+    assert "second signal" in told["hint"]
 
 
 async def test_an_engine_that_cannot_be_started_ends_the_proxy(tmp_path):

@@ -21,12 +21,12 @@ from polykv_proxy.core.slots import Content
 from polykv_proxy.edge.head import HOP_BY_HOP
 from polykv_proxy.edge.relay import relay, relay_into_open_stream
 from polykv_proxy.edge.splice import RelayResult
-from polykv_proxy.errors import NoRoomError
+from polykv_proxy.errors import NoRoomError, StoppingError
 
 if TYPE_CHECKING:
     from polykv_proxy.api.work import Work
     from polykv_proxy.edge.upstream_response import UpstreamResponse
-    from polykv_proxy.errors import EngineGoneError
+    from polykv_proxy.errors import EngineGoneError, PolyKVError
     from polykv_proxy.runtime import Runtime
 
 ERROR_BODY_BYTES = 64 * 1024 * 1024
@@ -71,7 +71,11 @@ class Delivery:
         observer = None if tail is None else tail.observe
 
         def truncated(error: EngineGoneError) -> bytes | None:
-            told = used_up() if work.clock is not None and work.clock.expired() else error
+            told: PolyKVError = error
+            if work.clock is not None and work.clock.expired():
+                told = used_up()
+            elif work.exchange.cut_off:
+                told = StoppingError()
             return work.family.error_event(told.members) if work.family.pooled else None
 
         if work.hold.opened:

@@ -28,7 +28,7 @@ from polykv_proxy.api.sizes import need_of
 from polykv_proxy.api.work import Work
 from polykv_proxy.core.slots import Content
 from polykv_proxy.core.types import PoolId
-from polykv_proxy.errors import PolyKVError, SaturatedError
+from polykv_proxy.errors import PolyKVError, SaturatedError, StoppingError
 
 if TYPE_CHECKING:
     from polykv_proxy.api.advice import Advice
@@ -110,6 +110,10 @@ class Inference:
                 raise
             entry.failed(error.code)
             await hold.fail(error)
+        except asyncio.CancelledError:
+            if hold.opened and exchange.cut_off and not exchange.responded:
+                await hold.fail(StoppingError())
+            raise
 
     async def _run(self, work: Work, ask: Ask) -> None:
         """All of it: past the gate, where sessions come in, and through the slots."""

@@ -25,7 +25,7 @@ from polykv_proxy.edge.exchange import Exchange, RequestBody
 from polykv_proxy.edge.framing import Body, ChunkedBody, FramingError, LengthBody
 from polykv_proxy.edge.head import HEAD_BYTES, MalformedRequestError, status_line
 from polykv_proxy.edge.parse import parse_request_head
-from polykv_proxy.errors import PolyKVError, UnavailableError
+from polykv_proxy.errors import PolyKVError, StoppingError
 
 if TYPE_CHECKING:
     from polykv_proxy.edge.head import RequestHead
@@ -160,6 +160,11 @@ class ClientConnection(asyncio.Protocol):
         """Whether the edge accepts no further requests."""
         return self._edge.draining
 
+    @property
+    def cut_off(self) -> bool:
+        """Whether what still runs is cancelled because the edge ends."""
+        return self._edge.cutting_off
+
     def render_error(self, head: RequestHead | None, error: PolyKVError) -> bytes:
         """The body of an error answer."""
         return self._edge.render_error(head, error)
@@ -260,7 +265,7 @@ class ClientConnection(asyncio.Protocol):
                 raise RuntimeError("the handler ended without an answer")  # noqa: TRY301 - reported below
         except asyncio.CancelledError:
             if not exchange.started and not exchange.is_gone:
-                exchange.respond_error_nowait(_stopping())
+                exchange.respond_error_nowait(StoppingError())
             raise
         except PolyKVError as exc:
             if not exchange.started:
@@ -365,11 +370,7 @@ class ClientConnection(asyncio.Protocol):
         """Refuse a request whose body is still to come, as one that comes too late."""
         exchange = self._exchange
         if exchange is not None and not exchange.started and not exchange.body.complete:
-            exchange.body.fail(_stopping())
-
-
-def _stopping() -> UnavailableError:
-    return UnavailableError("the proxy is stopping", code="stopping")
+            exchange.body.fail(StoppingError())
 
 
 def _framing(head: RequestHead) -> Body:

@@ -224,6 +224,11 @@ class Exchange:
         return self.connection.peer
 
     @property
+    def cut_off(self) -> bool:
+        """Whether it is cancelled because the proxy ends, and not because its client left."""
+        return self.connection.cut_off and not self.is_gone
+
+    @property
     def client_gone(self) -> asyncio.Event:
         """Set when the client left before its answer was complete (the handler is cancelled as well)."""
         if self._gone is None:

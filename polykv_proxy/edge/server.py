@@ -47,6 +47,7 @@ class Edge:
         self.render_error = render_error or (lambda _head, error: error_envelope(error))
         self.connections: set[ClientConnection] = set()
         self.draining = False
+        self.cutting_off = False
         self.tasks = TaskSet()
         self._servers: list[asyncio.Server] = []
         self._timer: asyncio.TimerHandle | None = None
@@ -78,6 +79,7 @@ class Edge:
         """Stop accepting, let running exchanges end for up to ``drain_s`` seconds, then cancel them.
 
         A request that has not arrived in full is refused at once: nobody can tell whether it ever will.
+        Whoever is cancelled while this waits for them wants them cancelled at once.
         """
         self.draining = True
         for server in self._servers:
@@ -86,8 +88,21 @@ class Edge:
         for connection in list(self.connections):
             connection.close_idle()
             connection.refuse_unsent()
-        if not await self.tasks.wait(drain_s):
-            await self.tasks.cancel(_CANCEL_GRACE_S)
+        try:
+            if not await self.tasks.wait(drain_s):
+                await self._cut_off()
+        except asyncio.CancelledError:
+            await self._cut_off()
+            await self._see_off()
+            raise
+        await self._see_off()
+
+    async def _cut_off(self) -> None:
+        self.cutting_off = True
+        await self.tasks.cancel(_CANCEL_GRACE_S)
+
+    async def _see_off(self) -> None:
+        """Close what is left."""
         for connection in list(self.connections):
             connection.close_idle()
         for _ in range(_FLUSH_ROUNDS):  # the last answers may still be on their way
