@@ -147,8 +147,12 @@ class Proxy:
             self._report_policies(self._policies.poll())
 
     def reload_policies(self) -> None:
-        """Read the policy file again."""
-        self._report_policies(self._policies.reload())
+        """Read the policy file again; whoever asked for it sees in the log what came of it."""
+        self._policy_error = None
+        changed = self._policies.reload()
+        self._report_policies(changed)
+        if not changed and self._policies.error is None:
+            log.info("policy_unchanged")
 
     def _report_policies(self, changed: bool) -> None:
         error = self._policies.error

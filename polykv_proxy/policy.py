@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import yaml
@@ -185,6 +185,31 @@ def shown(policies: PolicySet) -> str:
     }
     text: str = yaml.safe_dump(json.loads(json.dumps(values)), sort_keys=False)
     return text
+
+
+def idle(policies: PolicySet) -> list[str]:
+    """Sections that enforce a policy which judges nobody, since neither floor nor headroom is set.
+
+    The default is none of them where a model or a label gives what it leaves out, and a label where a model
+    does.
+    """
+    bases = {name: policies.base(name) for name in (None, *policies.models)}
+    found = {
+        "default": [bases[None]],
+        **{f"models.{name}": [base] for name, base in bases.items() if name is not None},
+        **{
+            f"labels.{name}": [replace(base, **given) for base in bases.values()]
+            for name, given in policies.labels.items()
+        },
+    }
+    judging = any(each.judges for section in found.values() for each in section)
+    return [
+        name
+        for name, section in found.items()
+        if any(each.mode is Mode.ENFORCED for each in section)
+        and not any(each.judges for each in section)
+        and not (name == "default" and judging)
+    ]
 
 
 def json_schema() -> str:

@@ -68,9 +68,11 @@ keys and unknown `POLYKV_` variables are refused. `polykv-proxy config show` pri
 _POLICY_HEAD = """\
 ## Policy files
 
-`policy_file` names one; it is read again when it changes and on SIGHUP. `polykv-proxy policy check FILE` says
-what it puts in force. The keys of `default` are also those of `POST /polykv/pools/{id}/admission`, and of
-each name under `models` and `labels`. What they do: [keep a floor](../how-to/keep-a-floor.md).
+`policy_file` names one; it is read again when it changes and on SIGHUP. The log says what came of that:
+`policy_changed`, `policy_refused` or, after SIGHUP, `policy_unchanged`. `polykv-proxy policy check FILE` says
+what it puts in force, and warns where an enforced policy judges nobody. The keys of `default` are also those
+of `POST /polykv/pools/{id}/admission`, and of each name under `models` and `labels`. What they do:
+[keep a floor](../how-to/keep-a-floor.md).
 """
 
 Property = dict[str, Any]

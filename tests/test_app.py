@@ -230,6 +230,28 @@ async def test_policies_are_read_again_and_a_bad_file_changes_nothing(engine, tm
     assert "target_tps_per_session" in refused[0]
 
 
+async def test_a_reload_that_was_asked_for_is_always_answered(engine, tmp_path, monkeypatch):
+    """A bad file that did not change is refused again, a good one is said to be the same."""
+    monkeypatch.setattr(app, "POLICY_POLL_S", 0.02)
+    file = tmp_path / "policies.yaml"
+    file.write_text("default: {target_tps_per_session: 5}")
+    given = Settings(listen="127.0.0.1:0", engine={"url": engine.address}, policy_file=file)
+    with structlog.testing.capture_logs() as logs:
+        async with Proxy(given) as proxy:
+
+            def events():
+                return [entry["event"] for entry in logs if entry["event"].startswith("policy_")]
+
+            proxy.reload_policies()
+            assert events() == ["policy_unchanged"]
+            file.write_text("default: {target_tps_per_session: -1}")
+            await until(lambda: len(events()) == 2)
+            await asyncio.sleep(0.1)  # the file is looked at, and not read again
+            proxy.reload_policies()
+            proxy.reload_policies()
+            assert events() == ["policy_unchanged", *["policy_refused"] * 3]
+
+
 async def test_sighup_reads_the_policies_again(engine, tmp_path):
     """The command's own signal handler, on a proxy in a process of its own."""
     file = tmp_path / "policies.yaml"

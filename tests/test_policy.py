@@ -230,6 +230,33 @@ def test_the_command_says_what_is_in_force(write, capsys):
     assert told["cells"] == dict(CellKeys())
 
 
+@pytest.mark.parametrize(
+    ("text", "sections"),
+    [
+        ("default: {mode: enforced}", ["default"]),
+        ("default: {mode: enforced, kv_headroom_ratio: 0.1}", []),
+        ("default: {mode: enforced, target_tps_per_session: 5}\nlabels: {chat: {priority: 3}}", []),
+        ("default: {mode: enforced}\nlabels: {chat: {target_tps_per_session: 5}}", []),
+        ("labels: {chat: {mode: enforced}}\nmodels: {m: {mode: enforced}}", ["models.m", "labels.chat"]),
+        ("labels: {chat: {mode: enforced}}\nmodels: {m: {target_tps_per_session: 5}}", []),
+        (
+            "default: {mode: enforced}\nmodels: {m: {priority: 1}, n: {target_tps_per_session: 5}}",
+            ["models.m"],
+        ),
+        ("default: {mode: advisory}", []),
+    ],
+)
+def test_the_command_warns_of_an_enforced_policy_that_judges_nobody(write, capsys, text, sections):
+    """It is no error, but hardly what was meant: the section is named on standard error."""
+    file = write(text)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["policy", "check", str(file)])
+    assert ended.value.code == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.removeprefix(f"{file}: ").partition(":")[0] for line in lines] == sections
+    assert all("judges nobody" in line for line in lines)
+
+
 def test_the_command_says_what_is_wrong(write, capsys):
     """One line on standard error, and the status of a bad configuration."""
     with pytest.raises(SystemExit) as ended:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,5 +48,12 @@ def _config_show(args: argparse.Namespace) -> int:
 def _policy_check(args: argparse.Namespace) -> int:
     from polykv_proxy import policy  # noqa: PLC0415
 
-    print(policy.shown(policy.load(args.file)), end="")
+    policies = policy.load(args.file)
+    print(policy.shown(policies), end="")
+    for section in policy.idle(policies):
+        print(
+            f"{args.file}: {section}: enforced, and judges nobody: it has neither target_tps_per_session nor "
+            "kv_headroom_ratio",
+            file=sys.stderr,
+        )
     return 0
