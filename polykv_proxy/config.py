@@ -15,7 +15,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import yaml
 from pydantic import SecretStr, ValidationError
@@ -25,7 +25,9 @@ from polykv_proxy.errors import ConfigError
 from polykv_proxy.settings import ENV_PREFIX, Settings, merged
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
+
+    KeyPath: TypeAlias = tuple[int | str, ...]
 
 ENV_CONFIG_FILE = "POLYKV_CONFIG"
 """Names the configuration file where no ``--config`` is given; not a settings key."""
@@ -46,12 +48,22 @@ def load(file: Path | None = None, overrides: Mapping[str, Any] | None = None) -
     if file is None and os.environ.get(ENV_CONFIG_FILE):
         file = Path(os.environ[ENV_CONFIG_FILE])
     written = {} if file is None else read_yaml(file)
+    told: Mapping[str, Any] = {}
+    commanded = overrides or {}
+
+    def variable(path: KeyPath) -> str | None:
+        return None if _has(commanded, path) or not _has(told, path) else _variable(path)
+
     try:
-        values = merged(written, EnvSettingsSource(Settings)())
-        settings = Settings(**merged(values, overrides or {}))
+        told = EnvSettingsSource(Settings)()
+        settings = Settings(**merged(merged(written, told), commanded))
     except ValidationError as error:
-        where = f"{file}: " if any(_has(written, each["loc"]) for each in error.errors()) else ""
-        raise ConfigError(where + one_line(error)) from None
+        paths = [each["loc"] for each in error.errors()]
+        in_force = (
+            _has(written, path) and not variable(path) and not _has(commanded, path) for path in paths
+        )
+        where = f"{file}: " if any(in_force) else ""
+        raise ConfigError(where + one_line(error, variable)) from None
     except SettingsError as error:
         raise ConfigError(f"environment: {error}; lists and mappings are written as JSON") from None
     if settings.engine.api_key is None and os.environ.get("LLAMA_API_KEY"):
@@ -94,7 +106,17 @@ def _refuse_unknown_variables() -> None:
             raise ConfigError(f"environment: {name} is not a known setting")
 
 
-def _has(values: Mapping[str, Any], path: tuple[int | str, ...]) -> bool:
+def _variable(path: KeyPath) -> str | None:
+    """The variable that says what stands at a path: of the key itself, or of a section as JSON."""
+    known = {name.upper(): name for name in os.environ}
+    for end in range(len(path), 0, -1):
+        name = ENV_PREFIX + "__".join(map(str, path[:end])).upper()
+        if name in known:
+            return known[name]
+    return None
+
+
+def _has(values: Mapping[str, Any], path: KeyPath) -> bool:
     """Whether a mapping has the key that an error is about, or the list that it stands in."""
     found: Any = values
     for part in path:
@@ -126,15 +148,16 @@ def read_yaml(file: Path) -> dict[str, Any]:
     return {key: value for key, value in data.items() if value is not None}
 
 
-def one_line(error: ValidationError) -> str:
-    """What is wrong, each problem with the path of its key."""
+def one_line(error: ValidationError, variable: Callable[[KeyPath], str | None] = lambda _: None) -> str:
+    """What is wrong, each problem with the path of its key, and with the variable that it is from."""
     problems = []
     for item in error.errors(include_url=False, include_input=False):
         path = ".".join(str(part) for part in item["loc"]) or "settings"
         text = (
             "unknown key" if item["type"] == "extra_forbidden" else item["msg"].removeprefix("Value error, ")
         )
-        problems.append(f"{path}: {text}")
+        origin = variable(item["loc"])
+        problems.append(f"{path}: {text}" + (f" (environment: {origin})" if origin else ""))
     return "; ".join(problems)
 
 

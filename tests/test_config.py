@@ -173,8 +173,30 @@ def test_unknown_variables_are_refused(monkeypatch, name):
 def test_unknown_nested_variable_is_refused(monkeypatch):
     """Nested names are checked as keys."""
     monkeypatch.setenv("POLYKV_ENGINE__PARALEL", "1")
-    with pytest.raises(ConfigError, match=r"engine\.paralel: unknown key"):
+    with pytest.raises(ConfigError) as caught:
         config.load()
+    assert caught.value.message == "engine.paralel: unknown key (environment: POLYKV_ENGINE__PARALEL)"
+
+
+def test_a_problem_names_the_variable_that_it_is_from(write, monkeypatch):
+    """As it is spelt there, a section as JSON too; and only where the command line does not have the key."""
+    monkeypatch.setenv("polykv_engine", '{"paralel": 2}')
+    monkeypatch.setenv("POLYKV_QUEUE__MAX_DEPTH", "-1")
+    file = write("queue: {max_depth: 3, max_wait_s: -2}\nengine: {nothing: 1}")
+    with pytest.raises(ConfigError) as caught:
+        config.load(file, {"pools": {"nosuch": 1}})
+    told = caught.value.message
+    assert told.startswith(f"{file}: ")
+    assert told.count("environment") == 2
+    assert "engine.paralel: unknown key (environment: polykv_engine)" in told
+    assert "(environment: POLYKV_QUEUE__MAX_DEPTH)" in told
+    monkeypatch.delenv("polykv_engine")
+    with pytest.raises(ConfigError) as caught:
+        config.load(write("queue: {max_depth: 3}"))
+    assert caught.value.message.startswith("queue.max_depth: "), "the file's value is not in force"
+    with pytest.raises(ConfigError) as caught:
+        config.load(None, {"queue": {"max_depth": -5}})
+    assert "environment" not in caught.value.message
 
 
 def test_an_empty_section_means_its_defaults(write):
