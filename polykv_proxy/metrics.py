@@ -8,7 +8,6 @@ anything, and nothing here grows without bound: no session and no pool id is eve
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from polykv_proxy.core.divergence import Cause
+from polykv_proxy.distribution import Distribution
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -63,32 +63,6 @@ ITL_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.
 WAIT_BOUNDS_S = (0.0, 0.01, 0.1, 0.5, 1.0, 5.0, 15.0, 60.0, 300.0, 600.0)
 
 
-class Distribution:
-    """A histogram that takes many equal values at once.
-
-    Args:
-        bounds: upper bounds of its buckets, in order; what is beyond goes into one more.
-    """
-
-    def __init__(self, bounds: tuple[float, ...]) -> None:
-        self._bounds = bounds
-        self._counts = [0] * (len(bounds) + 1)
-        self._sum = 0.0
-
-    def observe(self, value: float, times: int = 1) -> None:
-        """Count a value."""
-        self._counts[bisect_left(self._bounds, value)] += times
-        self._sum += value * times
-
-    def add_to(self, family: HistogramMetricFamily, labels: list[str]) -> None:
-        """Put what was counted into a family."""
-        buckets, total = [], 0
-        for bound, count in zip((*map(str, self._bounds), "+Inf"), self._counts, strict=True):
-            total += count
-            buckets.append((bound, float(total)))
-        family.add_metric(labels, buckets, self._sum)
-
-
 class Metrics:
     """One engine's counts.
 
@@ -120,7 +94,8 @@ class Metrics:
         self.ttft = Distribution(TTFT_BOUNDS_S)
         self.itl = Distribution(ITL_BOUNDS_S)
         self.queue_wait = Distribution(WAIT_BOUNDS_S)
-        self._labels = {NO_POOL}
+        self.classes = {NO_POOL: NO_POOL}
+        """The pool labels there are, each with the class of the first pool that came with it."""
 
     # -- events ------------------------------------------------------------------------------------------
 
@@ -182,10 +157,10 @@ class Metrics:
         if pool is None:
             return NO_POOL
         label = (pool.label or pool.origin.value)[:MAX_LABELS]
-        if label not in self._labels:
-            if len(self._labels) >= MAX_LABELS:
+        if label not in self.classes:
+            if len(self.classes) >= MAX_LABELS:
                 return OTHER
-            self._labels.add(label)
+            self.classes[label] = pool.origin.value
         return label
 
 
@@ -358,6 +333,7 @@ class Exposition(Collector):
 
     def __init__(self) -> None:
         self._engines: dict[str, Metrics] = {}
+        self._named = True
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
@@ -365,8 +341,13 @@ class Exposition(Collector):
         """One more engine; its name becomes a label once there are several."""
         self._engines[engine] = metrics
 
-    def render(self) -> bytes:
-        """The text that a scraper gets."""
+    def render(self, *, named: bool = True) -> bytes:
+        """The text that a scraper gets.
+
+        Args:
+            named: with the labels of pools; else with the classes of their origins alone.
+        """
+        self._named = named
         return generate_latest(self._registry)
 
     def describe(self) -> Iterable[Metric]:
@@ -382,8 +363,20 @@ class Exposition(Collector):
             labels = several + ([series.label] if series.label else [])
             family = series.kind(PREFIX + series.name, series.text, labels=labels)
             for engine, picture in pictures.items():
-                _put(family, [engine] if several else [], series.read(picture))
+                value = series.read(picture)
+                if series.label == "pool" and isinstance(value, Mapping) and not self._named:
+                    value = _by_class(value, picture.counts.classes)
+                _put(family, [engine] if several else [], value)
             yield family
+
+
+def _by_class(values: Mapping[str, float], classes: Mapping[str, str]) -> dict[str, float]:
+    """Values of pool labels, added up by the labels' classes."""
+    sums: dict[str, float] = {}
+    for label, value in values.items():
+        name = classes.get(label, OTHER)
+        sums[name] = sums.get(name, 0.0) + value
+    return sums
 
 
 def _put(family: Any, labels: list[str], value: _Value) -> None:

@@ -24,7 +24,7 @@ from polykv_proxy.core.types import (
     SlotState,
     as_tokens,
 )
-from polykv_proxy.metrics import Distribution, Exposition, Metrics
+from polykv_proxy.metrics import Exposition, Metrics
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "reference" / "metrics.md"
 SCOPE = Scope("s")
@@ -226,6 +226,29 @@ def test_labels_are_bounded(plane):
     assert len(Metrics(plane).label_of(pool(plane, 40, 402, "y" * 500))) == metrics.MAX_LABELS
 
 
+def test_without_labels_pools_are_told_apart_by_class(plane):
+    """Nothing is lost: what was under a label is under the class of its pool, also beyond the bound."""
+    one = Metrics(plane)
+    plane.tree.max_pools = 200
+    one.on_query(pool(plane, 40, 1, "secret"), 10)
+    one.on_query(pool(plane, 40, 2), 1)
+    one.on_query(pool(plane, 40, 3, "mine", origin=PoolOrigin.SNAPSHOT))
+    one.on_query(None)
+    for number in range(100):
+        one.on_query(pool(plane, 40, number + 10, f"team-{number}"))
+    exposition = Exposition()
+    exposition.add("e", one)
+    text = exposition.render(named=False)
+    found = parsed(text)
+    kept = metrics.MAX_LABELS - 4  # of the hundred; the others are none, secret, explicit, mine
+    queries = {"none": 1, "explicit": 2 + kept, "snapshot": 1, "other": 100 - kept}
+    name = metrics.PREFIX + "queries_total"
+    assert {key[1][1]: value for key, value in found.items() if key[0] == name} == queries
+    assert found[metrics.PREFIX + "tokens_saved_total", ("pool", "explicit")] == 11
+    assert not re.search(rb"secret|mine|team-", text)
+    assert b"secret" in exposition.render()
+
+
 def test_labels_may_hold_anything(plane):
     """Quotes and line ends of a client's label do not break the text."""
     one = Metrics(plane)
@@ -254,13 +277,3 @@ def test_registries_are_apart(plane):
     other.add("0", Metrics(plane))
     assert parsed(one.render()) == parsed(other.render())
     assert {family.name for family in REGISTRY.collect()} == before
-
-
-def test_a_distribution_takes_many_at_once():
-    """As if each had come by itself; what is beyond the last bound counts too."""
-    many, each = Distribution((1.0, 2.0)), Distribution((1.0, 2.0))
-    for value, times in ((0.5, 3), (1.0, 1), (2.5, 2)):
-        many.observe(value, times)
-        for _ in range(times):
-            each.observe(value)
-    assert (many._counts, many._sum) == (each._counts, each._sum) == ([4, 0, 2], 7.5)

@@ -33,6 +33,8 @@ class Scrape:
     2. It has none, does not serve, or fails to answer: ours. Its key, which it cannot check now, is checked
        here.
     3. It refuses, for want of its key say: its refusal; what is not for everybody there is not here.
+    4. Labels of pools are their keys' own: where there is an admin key, whoever does not have it sees the
+       classes of their origins alone.
 
     Args:
         fleet: the engines.
@@ -62,7 +64,7 @@ class Scrape:
         theirs = merged(texts) if len(self._fleet) > 1 else b"".join(texts.values())
         if theirs and not theirs.endswith(b"\n"):
             theirs += b"\n"
-        text = theirs + self._exposition.render()
+        text = theirs + self._exposition.render(named=self._guard.is_operator(guarded(exchange.head)))
         await exchange.respond(200, [(b"Content-Type", CONTENT_TYPE.encode())], text)
 
     async def _ask(self, engine: Engine, exchange: Exchange) -> tuple[ResponseHead, bytes] | None:

@@ -92,5 +92,8 @@ def test_an_administrator_is_known_only_by_the_key():
     assert not Guard(None, []).is_admin_bearer({"Authorization": "Bearer "})
     guard = Guard("k", [])
     assert guard.is_admin({"X-Polykv-Admin-Key": "k"})
+    assert guard.is_operator({"X-Polykv-Admin-Key": "k"})
+    assert not guard.is_operator({})
+    assert Guard(None, []).is_operator({}), "nobody is set apart"
     assert not guard.is_admin_bearer({"X-Polykv-Admin-Key": "k"})
     assert guard.is_admin_bearer({"Authorization": "Bearer k"})

@@ -93,6 +93,21 @@ async def test_the_admin_key_stands_for_the_engines(proxies):
     assert await sent(X_Api_Key="mine") == [None, "mine", None]
 
 
+async def test_labels_of_pools_are_not_for_everybody(proxies):
+    """Where there is an admin key; without it the series stay, by the classes of the pools."""
+    rig = await proxies(admin="boss")
+    body = {"messages": [{"role": "system", "content": "x" * 300}], "label": "secret"}
+    admin = {"X_Polykv_Admin_Key": "boss"}
+    assert (await rig.ask("/polykv/pools", body, **admin)).status == 201
+    await rig.fleet.sample()
+    open_to_all = await rig.ask("/metrics", Authorization="Bearer mine")
+    assert b"secret" not in open_to_all.body
+    of_class = parsed(open_to_all.body)["opencoti_polykv:pool_kv_bytes", ("pool", "explicit")]
+    for headers in (admin, {"Authorization": "Bearer boss"}):
+        found = parsed((await rig.ask("/metrics", **headers)).body)
+        assert found["opencoti_polykv:pool_kv_bytes", ("pool", "secret")] == of_class > 0
+
+
 async def test_several_engines_in_one_exposition(proxies):
     """Each series once, with the engine's name; one that is down is missing from its own, not from ours."""
     rig = await proxies(models=("one", "two"))
