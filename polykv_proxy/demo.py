@@ -23,6 +23,7 @@ import uvloop
 
 from polykv_proxy.app import Proxy
 from polykv_proxy.engine.launch import spec_from
+from polykv_proxy.engine.progress import Progress
 from polykv_proxy.engine.state import EngineState
 from polykv_proxy.engine.supervisor import Supervisor
 from polykv_proxy.errors import UnavailableError
@@ -129,28 +130,69 @@ def run(settings: Settings, *, k: int, prefix_tokens: int, json_only: bool) -> i
     """
     configure_logging(settings.log.model_copy(update={"level": "warning"}))
 
-    def say(line: str) -> None:
-        if not json_only:
-            print(line, flush=True)
-
-    comparison = uvloop.run(compare(settings, k=k, prefix_tokens=prefix_tokens, say=say))
-    say(_table(comparison))
+    # what an agent's first token takes has nothing to do with what the others take
+    progress = None if json_only else Progress(estimates=False)
+    comparison = uvloop.run(compare(settings, k=k, prefix_tokens=prefix_tokens, progress=progress))
+    if not json_only:
+        print(_table(comparison), flush=True)
     print(json.dumps(comparison.document()))
     return 0
 
 
 async def compare(
-    settings: Settings, *, k: int, prefix_tokens: int, say: Any = lambda _line: None
+    settings: Settings, *, k: int, prefix_tokens: int, progress: Progress | None = None
 ) -> Comparison:
-    """Run both setups one after the other; ``say`` gets a line before each step."""
+    """Run both setups one after the other; ``progress`` counts the tokens of their answers."""
+    counted = _Counted(progress, k)
     with tempfile.TemporaryDirectory(prefix="polykv-demo-") as folder:
         settings = _demo_settings(settings, Path(folder), k=k, prefix_tokens=prefix_tokens)
-        say(f"shared: {k} agents through the proxy, one pool ...")
-        system, prefix_len, shared = await _run_shared(settings, k=k, prefix_tokens=prefix_tokens)
-        say(f"unshared: the same {k} agents on llama-server directly ...")
-        unshared = await _run_unshared(settings, system, k=k)
+        counted.begin(f"shared: {k} agents through the proxy, one pool; tokens of their answers:")
+        system, prefix_len, shared = await _run_shared(settings, counted, prefix_tokens)
+        counted.begin(f"unshared: the same {k} agents on llama-server directly:")
+        unshared = await _run_unshared(settings, counted, system)
     own = sum(agent.prompt_tokens - prefix_len for agent in shared.agents)
     return Comparison(k, prefix_len, prefix_len + own, shared, unshared)
+
+
+class _Counted:
+    """Tokens that the agents of a run got; shown, unless nobody is to see it.
+
+    Attributes:
+        started: when the run began, monotonic seconds.
+    """
+
+    def __init__(self, progress: Progress | None, k: int) -> None:
+        self.started = 0.0
+        self._progress = progress
+        self._total = k * GENERATED_TOKENS
+        self._tokens = [0] * k
+        self.agents = range(k)
+
+    def begin(self, label: str) -> None:
+        """Another run is made ready."""
+        self._tokens = [0] * len(self._tokens)
+        if self._progress is not None:
+            self._progress.begin(label)
+
+    def one(self, agent: int) -> None:
+        """It got a token; the last one counts when its answer is whole, and some have no text."""
+        self._tokens[agent] = min(self._tokens[agent] + 1, GENERATED_TOKENS - 1)
+
+    def whole(self, agent: int) -> None:
+        """It has its answer."""
+        self._tokens[agent] = GENERATED_TOKENS
+
+    def show(self) -> None:
+        """Say how far they are; called now and then, also while all of them are at their prompts."""
+        done = sum(self._tokens)
+        if self._progress is not None and done < self._total:
+            self._progress.count(done, self._total)
+
+    def end(self) -> None:
+        """All have their answers."""
+        if self._progress is not None:
+            self._progress.count(self._total, self._total)
+            self._progress.end()
 
 
 def _demo_settings(settings: Settings, folder: Path, *, k: int, prefix_tokens: int) -> Settings:
@@ -174,7 +216,7 @@ def _demo_settings(settings: Settings, folder: Path, *, k: int, prefix_tokens: i
 # -- the two setups -----------------------------------------------------------------------------------------
 
 
-async def _run_shared(settings: Settings, *, k: int, prefix_tokens: int) -> tuple[str, int, Result]:
+async def _run_shared(settings: Settings, counted: _Counted, prefix_tokens: int) -> tuple[str, int, Result]:
     async with (
         Proxy(settings) as proxy,
         aiohttp.ClientSession(f"http://{proxy.address}", timeout=_NO_TIMEOUT) as http,
@@ -197,12 +239,12 @@ async def _run_shared(settings: Settings, *, k: int, prefix_tokens: int) -> tupl
             return {"pool_id": pool["pool_id"]}
 
         prepared: list[int] = []
-        result = await _measure(http, system, k, prepare, cells)
+        result = await _measure(http, system, prepare, cells, counted)
         return system, prepared[0], result
 
 
-async def _run_unshared(settings: Settings, system: str, *, k: int) -> Result:
-    async with _plain_engine(settings, k) as socket:
+async def _run_unshared(settings: Settings, counted: _Counted, system: str) -> Result:
+    async with _plain_engine(settings) as socket:
         connector = aiohttp.UnixConnector(str(socket), force_close=True)
         async with aiohttp.ClientSession(
             "http://localhost", connector=connector, timeout=_NO_TIMEOUT
@@ -216,15 +258,22 @@ async def _run_unshared(settings: Settings, system: str, *, k: int) -> Result:
             async def prepare() -> dict[str, Any]:
                 return {}
 
-            return await _measure(http, system, k, prepare, cells)
+            return await _measure(http, system, prepare, cells, counted)
 
 
 @asynccontextmanager
-async def _plain_engine(settings: Settings, k: int) -> AsyncIterator[Path]:
+async def _plain_engine(settings: Settings) -> AsyncIterator[Path]:
     """llama-server as it comes: its own cache and slot defaults, pools off."""
     spec = spec_from(settings)
     argv = ["-m", str(settings.engine.model), "--host", str(spec.socket), "-c", str(settings.engine.ctx_size)]
-    argv += ["--kv-unified", "--parallel", str(k), "--slots", "--metrics", *settings.engine.args]
+    argv += [
+        "--kv-unified",
+        "--parallel",
+        str(settings.engine.parallel),
+        "--slots",
+        "--metrics",
+        *settings.engine.args,
+    ]
     ready = asyncio.Event()
 
     def on_state(status: EngineStatus) -> None:
@@ -248,7 +297,9 @@ _NO_TIMEOUT = aiohttp.ClientTimeout(total=None)
 # -- one run ------------------------------------------------------------------------------------------------
 
 
-async def _measure(http: aiohttp.ClientSession, system: str, k: int, prepare: Any, cells: Any) -> Result:
+async def _measure(
+    http: aiohttp.ClientSession, system: str, prepare: Any, cells: Any, counted: _Counted
+) -> Result:
     """All agents at once, after ``prepare``; counters before and after, cells all along."""
     computed = await _prompt_tokens_total(http)
     peak = 0
@@ -257,16 +308,20 @@ async def _measure(http: aiohttp.ClientSession, system: str, k: int, prepare: An
         nonlocal peak
         while True:
             peak = max(peak, await cells())
+            counted.show()
             await asyncio.sleep(POLL_S)
 
-    started = monotonic()
+    counted.started = started = monotonic()
     async with asyncio.TaskGroup() as group:
         watcher = group.create_task(watch())
         extra = await prepare()
-        agents = await asyncio.gather(*(_agent(http, system, number, extra, started) for number in range(k)))
+        agents = await asyncio.gather(
+            *(_agent(http, system, number, extra, counted) for number in counted.agents)
+        )
         wall = monotonic() - started
         peak = max(peak, await cells())
         watcher.cancel()
+    counted.end()
     computed = await _prompt_tokens_total(http) - computed
     return Result(
         prompt_tokens_computed=computed,
@@ -279,7 +334,7 @@ async def _measure(http: aiohttp.ClientSession, system: str, k: int, prepare: An
 
 
 async def _agent(
-    http: aiohttp.ClientSession, system: str, number: int, extra: dict[str, Any], started: float
+    http: aiohttp.ClientSession, system: str, number: int, extra: dict[str, Any], counted: _Counted
 ) -> AgentRun:
     question = f"{_QUESTIONS[number % len(_QUESTIONS)]} My customer number is {1000 + number}."
     body = {
@@ -306,11 +361,13 @@ async def _agent(
             if any(choice["delta"].get("content") for choice in event["choices"]):
                 last = monotonic()
                 first = first or last
+                counted.one(number)
     if usage is None or first is None or last is None:
         raise UnavailableError(f"agent {number}: the answer ended early")
+    counted.whole(number)
     generated = usage["completion_tokens"]
     tps = (generated - 1) / (last - first) if last > first else 0.0
-    return AgentRun(usage["prompt_tokens"], generated, first - started, tps)
+    return AgentRun(usage["prompt_tokens"], generated, first - counted.started, tps)
 
 
 async def _prompt_tokens_total(http: aiohttp.ClientSession) -> int:

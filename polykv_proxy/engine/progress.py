@@ -1,4 +1,4 @@
-"""What a person sees while the engine is built: one moving line on a terminal, sparse lines elsewhere."""
+"""What a person sees of something that takes long: one moving line on a terminal, sparse lines elsewhere."""
 
 from __future__ import annotations
 
@@ -17,11 +17,24 @@ _MIN_DONE_FOR_ESTIMATE = 5
 
 
 class Progress:
-    """Writes to one stream; ``now`` is a clock in seconds."""
+    """Writes to one stream.
 
-    def __init__(self, out: TextIO | None = None, now: Callable[[], float] = time.monotonic) -> None:
+    Args:
+        out: the stream; None: standard error.
+        now: a clock in seconds.
+        estimates: whether steps take about the same time each, so that it can say how long the rest takes.
+    """
+
+    def __init__(
+        self,
+        out: TextIO | None = None,
+        now: Callable[[], float] = time.monotonic,
+        *,
+        estimates: bool = True,
+    ) -> None:
         self._out = sys.stderr if out is None else out
         self._now = now
+        self._estimates = estimates
         self._moving = self._out.isatty()
         self._label = ""
         self._began_s = 0.0
@@ -51,7 +64,7 @@ class Progress:
         self._shown_s = now
         elapsed_s = now - self._began_s
         text = f"[{done}/{total}] {_minutes(elapsed_s)} elapsed"
-        if _MIN_DONE_FOR_ESTIMATE <= done < total:
+        if self._estimates and _MIN_DONE_FOR_ESTIMATE <= done < total:
             text += f", about {_minutes(elapsed_s * (total - done) / done)} left"
         if self._moving:
             self._out.write("\r" + text.ljust(self._width))

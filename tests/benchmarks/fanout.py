@@ -10,6 +10,7 @@ import uvloop
 
 from polykv_proxy import config, demo
 from polykv_proxy.engine import build, model
+from polykv_proxy.engine.progress import Progress
 from polykv_proxy.settings import LogSettings
 from polykv_proxy.telemetry import configure_logging
 from tests.benchmarks.relay import machine
@@ -27,7 +28,8 @@ async def measure(agents: tuple[int, ...], prefix_tokens: int) -> list[dict]:
     settings = settings.model_copy(update={"engine": settings.engine.model_copy(update=chosen)})
     rows = []
     for k in agents:
-        comparison = await demo.compare(settings, k=k, prefix_tokens=prefix_tokens, say=print)
+        progress = Progress(estimates=False)
+        comparison = await demo.compare(settings, k=k, prefix_tokens=prefix_tokens, progress=progress)
         rows.append(comparison.document()["demo"])
     return rows
 

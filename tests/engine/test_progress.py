@@ -40,6 +40,16 @@ def test_sparse_lines_where_nobody_watches():
     assert len(lines) == 11
 
 
+def test_no_estimate_where_steps_differ():
+    """What the first ones took says nothing about the rest."""
+    out, clock = io.StringIO(), Clock()
+    progress = Progress(out, clock, estimates=False)
+    progress.begin("answers")
+    clock.now = 30.0
+    progress.count(50, 100)
+    assert out.getvalue().splitlines()[1] == "[50/100] 30s elapsed"
+
+
 def test_one_moving_line_on_a_terminal():
     """It is redrawn in place and left standing at the end."""
     out, clock = Terminal(), Clock()
