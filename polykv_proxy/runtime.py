@@ -125,6 +125,8 @@ class Runtime:
         self._tasks = tasks
         self.after_idle: dict[LeaseId, Callable[[], Awaitable[object]]] = {}
         """What is to be done when an abandoned request's slots are idle, before they are given away."""
+        self.left: dict[LeaseId, Callable[[EngineSample], None]] = {}
+        """Who wants to know what the engine shows of an abandoned request whose slots are idle."""
         self.stoppable: dict[LeaseId, asyncio.Timeout] = {}
         """Requests that can be stopped before the cells are used up: by letting their time be over."""
         self.evict_pool: Callable[[PoolId], Awaitable[bool]] | None = None
@@ -368,6 +370,10 @@ class Runtime:
                 log.debug("abandoned_request_poll_failed", reason=error.message)
             patched = self.backend.capability is Capability.ZERO_COPY
             await asyncio.sleep(IDLE_POLL_S if patched else next_moment_s(monotonic(), QUIET_POLL_S))
+        if (show := self.left.pop(lease.lease_id, None)) is not None and self.plane.serving:
+            counts = await self.readings.counts(self.backend.capability)
+            if isinstance(counts, EngineSample):
+                show(counts)
         if (act := self.after_idle.pop(lease.lease_id, None)) is not None:
             await act()
         self._perform(self.plane.leases.on_slots_idle(lease, monotonic(), content))

@@ -54,9 +54,12 @@ class Delivery:
             work: the request; it has its slot, and its exchange has no answer or an open stream.
             response: the engine's answer, of which only the head was looked at.
         """
-        work.entry.answering(response.head.status)
         cached = None if work.plan is None else work.plan.matched
         overflows = Overflows(self._runtime.plane.facts, cached)
+        if response.head.status == 200:
+            work.entry.answering()
+        elif not work.hold.opened and response.head.status not in STATUSES:
+            work.entry.refused(response.head.status, overflows)
         if work.hold.opened and response.head.status != 200:
             return await self._refuse_late(work, response, overflows)
         if response.head.status in STATUSES:
@@ -78,30 +81,36 @@ class Delivery:
                 told = StoppingError()
             return work.family.error_event(told.members) if work.family.pooled else None
 
-        if work.hold.opened:
-            result = await relay_into_open_stream(
-                work.exchange,
-                response,
-                transform=reader,
-                observer=observer,
-                on_truncated=truncated,
-                mend=overflows.in_events,
-            )
-        else:
-            result = await relay(
-                work.exchange,
-                response,
-                add_headers=self._reporting.headers(work),
-                transform=reader,
-                observer=observer,
-                on_truncated=truncated,
-                mend=overflows.in_events,
-            )
+        try:
+            if work.hold.opened:
+                result = await relay_into_open_stream(
+                    work.exchange,
+                    response,
+                    transform=reader,
+                    observer=observer,
+                    on_truncated=truncated,
+                    mend=overflows.in_events,
+                )
+            else:
+                result = await relay(
+                    work.exchange,
+                    response,
+                    add_headers=self._reporting.headers(work),
+                    transform=reader,
+                    observer=observer,
+                    on_truncated=truncated,
+                    mend=overflows.in_events,
+                )
+        except BaseException:
+            self._reporting.broke_off(work, tail)
+            raise
         usage = Usage()
         if tail is not None and result.completed:
             usage = tail.usage(stream=stream)
             work.entry.began(tail.beginning())
         self._reporting.account(work, usage, result, stream=tail if work.asked.stream else None)
+        if overflows.seen is not None:
+            work.entry.refused(response.head.status, overflows)
         self._reporting.count(work, overflows)
         whole = result.completed and result.error is None and usage.generated_tokens is not None
         asked = work.asked
@@ -128,6 +137,7 @@ class Delivery:
         status, body = overflows.in_body(response.head.status, await response.read(ERROR_BODY_BYTES))
         hidden = HOP_BY_HOP | response.head.connection_named() | {b"content-length"}
         headers = [field for field in response.head.headers if field[0].lower() not in hidden]
+        work.entry.refused(response.head.status, overflows)
         result = RelayResult(bytes=len(body), completed=True, first_byte_at=monotonic())
         await work.exchange.respond(status, [*headers, *self._reporting.headers(work)], body)
         self._reporting.account(work, Usage(), result)
@@ -145,7 +155,9 @@ class Delivery:
             "message": f"the engine answered with status {response.head.status}",
             "type": "server_error",
         }
-        await work.hold.fail_with(overflows.in_error(stand_in | members))
+        error = overflows.in_error(stand_in | members)
+        work.entry.refused(response.head.status, overflows)
+        await work.hold.fail_with(error)
         self._reporting.count(work, overflows)
         return True
 

@@ -27,7 +27,8 @@ from polykv_proxy.api.recall import Recall
 from polykv_proxy.api.sizes import need_of
 from polykv_proxy.api.work import Work
 from polykv_proxy.core.slots import Content
-from polykv_proxy.core.types import PoolId
+from polykv_proxy.core.tally import before, took
+from polykv_proxy.core.types import Capability, PoolId
 from polykv_proxy.errors import PolyKVError, SaturatedError, StoppingError
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from polykv_proxy.api.families import Family
     from polykv_proxy.api.journal import Entry
     from polykv_proxy.core.slots import Ask
-    from polykv_proxy.core.types import Tokens
+    from polykv_proxy.core.types import EngineSample, Tokens
     from polykv_proxy.edge.exchange import Exchange
     from polykv_proxy.edge.upstream import Upstream
     from polykv_proxy.edge.upstream_response import UpstreamResponse
@@ -177,8 +178,21 @@ class Inference:
                 runtime.stoppable.pop(work.lease.lease_id, None)
                 work.cells = runtime.plane.cells.took(work.lease) if work.clean else None
                 resumable = work.exchange.head.get(b"x-conversation-id") is not None
+                self._count_what_it_left(work)
                 runtime.finish(work.lease, clean=work.clean, content=work.content, stop=not resumable)
         return True
+
+    def _count_what_it_left(self, work: Work) -> None:
+        """An answer that broke off does not tell what it took: that shows once its slot is idle."""
+        lease, then = work.lease, work.before
+        if work.clean or lease is None or then is None or not self._runtime.plane.leases.holds(lease):
+            return
+
+        def show(sample: EngineSample) -> None:
+            if (found := took(then, lease.lease_id, sample)) is not None:
+                work.entry.broke_off(lease, found)
+
+        self._runtime.left[lease.lease_id] = show
 
     async def _prepare(self, work: Work) -> None:
         """All that has to be known before it is sent; no await follows."""
@@ -279,6 +293,9 @@ class Inference:
         head, lease, backend = work.exchange.head, work.lease, self._runtime.backend
         assert lease is not None
         lease.streams = work.asked.stream
+        plane = self._runtime.plane
+        if len(lease.slots) == 1 and plane.capability is Capability.ZERO_COPY:
+            work.before = before(plane.board.slots[lease.slots[0]], plane.sample)
         work.entry.sent(
             self._recall,
             work.asked,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
+from time import monotonic
 from typing import TYPE_CHECKING, Self
 
 from polykv_proxy.api import outline as outlines
@@ -19,6 +20,7 @@ from polykv_proxy.core.outlines import Outline, is_related
 from polykv_proxy.core.past import Past
 from polykv_proxy.core.records import RecordBook, RequestState
 from polykv_proxy.core.types import agreement
+from polykv_proxy.engine.overflow import TYPE as OVERFLOW
 from polykv_proxy.errors import PolyKVError
 
 if TYPE_CHECKING:
@@ -27,9 +29,11 @@ if TYPE_CHECKING:
 
     from polykv_proxy.api.asked import Asked
     from polykv_proxy.api.families import Family
+    from polykv_proxy.api.overflow import Overflows
     from polykv_proxy.api.recall import Candidate, Recall
     from polykv_proxy.core.decisions import AttachPlan, Lease
     from polykv_proxy.core.records import RequestRecord
+    from polykv_proxy.core.tally import Took
     from polykv_proxy.core.types import Scope, Tokens
 
 
@@ -42,6 +46,7 @@ class Entry:
 
     __slots__ = (
         "_answer",
+        "_arrived_at",
         "_asked",
         "_candidates",
         "_chosen",
@@ -60,6 +65,7 @@ class Entry:
 
     def __init__(self, record: RequestRecord) -> None:
         self.record = record
+        self._arrived_at = monotonic()
         self._recall: Recall | None = None
         self._asked: Asked | None = None
         self._family: Family | None = None
@@ -89,6 +95,7 @@ class Entry:
             self.record.end(RequestState.CANCELLED)
         else:
             self.failed(PolyKVError.code)
+        self.record.duration_s = monotonic() - self._arrived_at
         self._close()
 
     # -- on its way --------------------------------------------------------------------------------------
@@ -110,25 +117,30 @@ class Entry:
         record.continued, record.pool_unknown = lease.continues, pool_unknown
         if plan is not None:
             record.pool_id, record.planned_tokens = plan.pool.pool_id, plan.tokens
+        if tokens is not None:
+            record.prompt_tokens = len(tokens)
         self._recall, self._asked, self._family, self._lease = recall, asked, family, lease
         self._plan, self._tokens = plan, tokens
         if lease.session is not None:
             record.session_id = lease.session.session_id
             self._candidates = recall.candidates(lease, asked.chain)
 
-    def answering(self, status: int) -> None:
-        """The engine answers; a refusal is a failure, in its own words."""
-        if status == 200:
-            self._kept = True
-        else:
-            self.failed(f"engine_status_{status}")
+    def answering(self) -> None:
+        """The engine answers, and does not refuse."""
+        self._kept = True
+
+    def refused(self, status: int, overflows: Overflows) -> None:
+        """The engine refuses, in its own words, or says even later that there is no more room."""
+        self.failed(f"engine_status_{status}" if overflows.seen is None else OVERFLOW)
+        if self.record.prompt_tokens is None:
+            self.record.prompt_tokens = overflows.required_tokens
 
     def began(self, data: bytes) -> None:
         """The first bytes of the answer."""
         self._answer = data
 
-    def first_byte(self, ttft_s: float) -> None:
-        """The answer began to reach the client."""
+    def first_token(self, ttft_s: float) -> None:
+        """A stream's answer began to reach the client."""
         self.record.ttft_s = ttft_s
 
     def answered(self, usage: Usage, error: PolyKVError | None) -> None:
@@ -140,12 +152,26 @@ class Entry:
         """
         record = self.record
         self._usage = usage
-        record.prompt_tokens = usage.prompt_tokens
+        if usage.prompt_tokens is not None:  # else it may have been counted
+            record.prompt_tokens = usage.prompt_tokens
         record.cached_tokens = usage.cached_tokens
         record.generated_tokens = usage.generated_tokens
         if error is not None:
             self.failed(error.code)
         record.divergence = self.divergence(usage)
+
+    def broke_off(self, lease: Lease, found: Took) -> None:
+        """What the engine's counters show of a request whose answer did not tell."""
+        record = self.record
+        if (
+            lease is not self._lease
+            or record.state is RequestState.RUNNING
+            or record.generated_tokens is not None
+        ):
+            return  # it started over, or told it after all
+        record.generated_tokens = found.generated
+        if found.prompt is not None:
+            record.prompt_tokens, record.cached_tokens = found.prompt, found.cached
 
     def failed(self, code: str) -> None:
         """It was refused, or broke off."""

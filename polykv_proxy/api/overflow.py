@@ -27,13 +27,15 @@ class Overflows:
         cached_tokens: tokens of the request that are resident, as far as is known.
     """
 
-    __slots__ = ("_cached_tokens", "_facts", "seen")
+    __slots__ = ("_cached_tokens", "_facts", "required_tokens", "seen")
 
     def __init__(self, facts: EngineFacts | None, cached_tokens: int | None) -> None:
         self._facts = facts
         self._cached_tokens = cached_tokens
         self.seen: str | None = None
         """``ctx_kind`` of the overflow that was found, ``unknown`` where that cannot be told."""
+        self.required_tokens: int | None = None
+        """That the request would have needed, where the engine says so."""
 
     def in_body(self, status: int, body: bytes) -> tuple[int, bytes]:
         """Status and body of an answer that is no stream, as the client gets them."""
@@ -67,6 +69,7 @@ class Overflows:
                 model_tokens=self._facts.model_tokens,
             )
         self.seen = "unknown" if kind is None else kind.value
+        self.required_tokens = found.required_tokens
         return typed(error, found, kind, cached_tokens=self._cached_tokens)
 
     def _mended(self, document: dict[str, Any]) -> bytes | None:

@@ -49,8 +49,8 @@ class Reporting:
         began_at = None if stream is None else stream.first_at
         first = began_at or result.first_byte_at or monotonic()
         waited = first - work.exchange.arrived_at
-        work.entry.first_byte(waited)
         if stream is not None and stream.begun:
+            work.entry.first_token(waited)
             runtime.plane.leases.on_first_byte(work.lease, waited)
             runtime.metrics.on_first_byte(waited)
         work.entry.answered(usage, result.error)
@@ -69,6 +69,12 @@ class Reporting:
                 cached_tokens=cached,
             )
 
+    @staticmethod
+    def broke_off(work: Work, tail: Tail | None) -> None:
+        """Nobody takes the rest of an answer; how long its client waited for its beginning is known."""
+        if work.asked.stream and tail is not None and tail.began_at is not None:
+            work.entry.first_token(tail.began_at - work.exchange.arrived_at)
+
     def tell(self, work: Work, usage: Usage) -> None:
         """The answer's own account of itself goes to its session; telling it again changes nothing."""
         lease = work.lease
@@ -86,12 +92,12 @@ class Reporting:
         metrics, record, plan = self._runtime.metrics, work.entry.record, work.plan
         if overflows.seen is not None:
             metrics.on_overflow(overflows.seen)
-        elif work.family.pooled and record.prompt_tokens is not None:
+        elif work.family.pooled and record.computed_tokens is not None:
             saved = 0 if plan is None else min(plan.tokens, record.cached_tokens or 0)
             metrics.on_query(None if plan is None else plan.pool, saved)
         found = record.divergence
-        if found is not None and found.cause is not Cause.NEW_SESSION and record.prompt_tokens is not None:
-            metrics.on_recomputed(found.cause, record.prompt_tokens - (record.cached_tokens or 0))
+        if found is not None and found.cause is not Cause.NEW_SESSION and record.computed_tokens is not None:
+            metrics.on_recomputed(found.cause, record.computed_tokens)
 
     def headers(self, work: Work) -> Headers:
         """The head fields of ours: the pool, the leading tokens it is to share, the session."""

@@ -75,7 +75,8 @@ def request_view(record: RequestRecord) -> shapes_kept.Request:
         "state": record.state.value,
         "error_code": record.error_code,
         "started_ts": record.started_ts,
-        "ttft_ms": None if record.ttft_s is None else round(record.ttft_s * 1000.0, 3),
+        "ttft_ms": _ms(record.ttft_s),
+        "duration_ms": _ms(record.duration_s),
         "pool_id": record.pool_id,
         "pool_unknown": record.pool_unknown,
         "continued": record.continued,
@@ -86,6 +87,10 @@ def request_view(record: RequestRecord) -> shapes_kept.Request:
         "generated_tokens": record.generated_tokens,
         "divergence": None if record.divergence is None else divergence_view(record.divergence),
     }
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds * 1000.0, 3)
 
 
 def divergence_view(divergence: Divergence) -> shapes_kept.Divergence:

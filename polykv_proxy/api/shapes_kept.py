@@ -105,7 +105,8 @@ class Request(TypedDict):
     state: Annotated[str, one_of(RequestState)]
     error_code: str | None
     started_ts: float
-    ttft_ms: float | None
+    ttft_ms: Annotated[float | None, says("Of a stream: to its first token.")]
+    duration_ms: Annotated[float | None, says("From its arrival to its end.")]
     pool_id: str | None
     pool_unknown: bool
     continued: Annotated[bool | None, says("Whether its slot held the conversation.")]

@@ -45,7 +45,7 @@ _PARSER = json.JSONDecoder()
 class Tail:
     """The ends of one answer: ``observe`` each piece, read the rest when it is complete."""
 
-    __slots__ = ("_first", "_last", "_waited", "begun", "first_at")
+    __slots__ = ("_first", "_last", "_waited", "began_at", "begun", "first_at")
 
     def __init__(self) -> None:
         self._first: list[bytes] = []
@@ -53,6 +53,8 @@ class Tail:
         self._waited = False
         self.begun = False
         """Whether anything came but signs that the engine is at the prompt."""
+        self.began_at: float | None = None
+        """Monotonic seconds at which that was seen."""
         self.first_at: float | None = None
         """Monotonic seconds at which it began; None where its first byte tells: nothing came before."""
 
@@ -68,7 +70,8 @@ class Tail:
         """Whether the engine was still at the prompt; what tells its progress may tell more, and is kept."""
         event = data.rstrip().rpartition(b"\n\n")[2]
         if event.strip(b":") and _PROGRESS not in event:
-            self.first_at = monotonic() if self._waited else None
+            self.began_at = monotonic()
+            self.first_at = self.began_at if self._waited else None
             self.begun = True
             return False
         self._waited = self._waited or bool(data)

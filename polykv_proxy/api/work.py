@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from polykv_proxy.api.hold import Hold
     from polykv_proxy.api.journal import Entry
     from polykv_proxy.core.decisions import AttachPlan, Lease, Place
+    from polykv_proxy.core.tally import Before
     from polykv_proxy.core.types import Scope, Tokens
     from polykv_proxy.edge.exchange import Exchange
     from polykv_proxy.gatekeeper import Visit
@@ -49,6 +50,8 @@ class Work:
     """Whether the engine is done with it."""
     told: bool = False
     """Whether the answer's own account of itself was taken."""
+    before: Before | None = None
+    """Its slot's totals when it was sent, where they are known."""
     visit: Visit | None = None
     """Its session's presence, where it belongs to one."""
     cells: int | None = None
@@ -64,7 +67,7 @@ class Work:
         """Forget what became of the attempt; what its prompt is made of stays known."""
         self.plan, self.pool_unknown, self.unpooled, self.lease = None, False, None, None
         self.content, self.clean, self.told = Content.OLD, True, False
-        self.countable = True
+        self.countable, self.before = True, None
 
     @property
     def matched(self) -> int:

@@ -64,6 +64,9 @@ class RequestRecord:
     """Prompt tokens that the engine did not compute."""
     generated_tokens: int | None = None
     ttft_s: float | None = None
+    """Of a stream: an answer in one piece has no first token."""
+    duration_s: float | None = None
+    """From its arrival to its end."""
     divergence: Divergence | None = None
     """Why less was reused than there was."""
 

@@ -1,5 +1,7 @@
 """Claims about ``api.journal``: what requests' records say, from their arrival to their end."""
 
+import json
+
 import pytest
 from fake_engine import Script
 
@@ -28,7 +30,8 @@ async def test_a_request_from_arrival_to_end(rig):
     await asking
     assert (record.state, record.generated_tokens, record.cached_tokens) == ("done", 8, 0)
     assert record.computed_tokens == record.prompt_tokens == len(rig.engine.renders(chat("hi")))
-    assert record.ttft_s > 0
+    assert record.ttft_s is None, "an answer in one piece has no first token"
+    assert record.duration_s > 0
     assert record.divergence.cause is Cause.NEW_SESSION
 
 
@@ -148,6 +151,40 @@ async def test_refusals_and_faults(rig):
     assert (last(rig).state, last(rig).error_code) == ("cancelled", None)
     rig.engine.gate.set()
     await rig.quiet()
+
+
+async def test_a_stream_whose_client_leaves_keeps_what_is_known(rig):
+    """How long he waited, and what the engine did for him until it was stopped."""
+    await rig.ask(CHAT, chat("before", stream=True))
+    await rig.runtime.readings.take(max_age_s=0.0)
+    slots = [rig.engine.sequences[number] for number in range(3)]
+    earlier = sum(slot.gen_total for slot in slots)
+    rig.engine.script = Script(tokens=100, token_delay_s=0.02)
+    async with rig.open(CHAT, chat("hi", stream=True)) as answer:
+        while b"token" not in await answer.content.readany():
+            pass
+    await until(lambda: last(rig).generated_tokens is not None)
+    record = last(rig)
+    assert (record.state, record.error_code) == ("cancelled", None)
+    assert 0 < record.ttft_s < record.duration_s
+    assert 0 < record.generated_tokens == sum(slot.gen_total for slot in slots) - earlier < 100
+    assert record.prompt_tokens == len(rig.engine.renders(chat("hi")))
+    assert record.computed_tokens == record.prompt_tokens - record.cached_tokens
+
+
+async def test_an_overflow_is_named_with_its_tokens(rig):
+    """As its client gets it: with its type as code, and how long the prompt was."""
+    error = {
+        "message": "too long",
+        "type": "exceed_context_size_error",
+        "n_prompt_tokens": 9031,
+        "n_ctx": 8192,
+    }
+    rig.engine.broken[CHAT] = (400, json.dumps({"error": {"code": 400, **error}}).encode())
+    await rig.ask(CHAT, chat("hi"))
+    record = last(rig)
+    assert (record.state, record.error_code) == ("failed", "exceed_context_size_error")
+    assert (record.prompt_tokens, record.cached_tokens) == (9031, None)
 
 
 async def test_a_stream_that_was_opened_before_its_refusal(proxies):

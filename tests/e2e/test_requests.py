@@ -110,7 +110,7 @@ async def test_a_new_session_and_one_that_goes_on(clean: Served) -> None:
     assert record["cached_tokens"] == 0
     assert record["computed_tokens"] == record["prompt_tokens"] == answer["usage"]["prompt_tokens"]
     assert record["generated_tokens"] == 3
-    assert record["ttft_ms"] > 0
+    assert (record["ttft_ms"], record["duration_ms"] > 0) == (None, True)
 
     again, record = await ask(clean, body("fresh"))
     assert record["continued"] is True
@@ -326,3 +326,33 @@ async def test_evicted_and_restarted(
         await served.until(back)
         _, record = await ask(served, mine)
         assert (record["divergence"]["cause"], record["cached_tokens"]) == ("restarted", 0)
+
+
+async def test_what_a_client_that_left_cost_is_in_its_record(clean: Served) -> None:
+    """How long it waited, and tokens as the engine's own totals have them."""
+
+    async def totals() -> list[int]:
+        slots = (await clean.counters())["slots"]
+        names = ("n_gen_total", "n_prompt_total", "n_cached_total")
+        return [sum(slot[name] for slot in slots) for name in names]
+
+    await ask(clean, body("before"))
+    before = await totals()
+    sent = body("leaves", stream=True, ignore_eos=True) | {"max_tokens": 400}
+    async with clean.http.session() as session, session.post(CHAT, json=sent) as answer:
+        seen = b""
+        while seen.count(b"content") < 3:
+            seen += await answer.content.readany()
+
+    async def counted() -> bool:
+        return (await latest(clean))["generated_tokens"] is not None
+
+    await clean.until(counted)
+    await clean.quiet()
+    record = await latest(clean)
+    assert (record["state"], record["error_code"]) == ("cancelled", None)
+    assert 0 < record["ttft_ms"] < record["duration_ms"]
+    took = [now - then for now, then in zip(await totals(), before, strict=True)]
+    told = [record["generated_tokens"], record["computed_tokens"], record["cached_tokens"]]
+    assert told == took
+    assert 0 < took[0] < 400
