@@ -5,6 +5,7 @@ python docs/examples/long_conversation.py http://127.0.0.1:8090
 
 from __future__ import annotations
 
+import logging
 import sys
 from typing import Annotated, Any
 
@@ -62,10 +63,26 @@ def main(url: str, days: int = 12) -> tuple[Any, list[dict[str, Any]], list[dict
     for day in range(1, days + 1):
         for event in graph.stream({"messages": [report(day)]}, config, stream_mode="custom"):
             compactions.append({**event, "day": day})
-            print(f"day {day}: {event['tokens_before']} tokens became {event['tokens_after']}")
+            before, after = event["tokens_before"], event["tokens_after"]
+            print(f"day {day}: with its report {before} tokens of {WINDOW}, so compacted first: {after}")
         states.append(graph.get_state(config).values)
     return graph, compactions, states
 
 
+class Told(logging.Formatter):
+    """An event and what belongs to it: why a compaction was refused, say, or did without a fork."""
+
+    usual = frozenset(vars(logging.makeLogRecord({})))
+
+    def format(self, record: logging.LogRecord) -> str:
+        """One line."""
+        more = {name: value for name, value in vars(record).items() if name not in self.usual}
+        return f"  {record.getMessage()} {more or ''}"
+
+
 if __name__ == "__main__":
+    handler, log = logging.StreamHandler(), logging.getLogger("polykv_proxy.langgraph")
+    handler.setFormatter(Told())
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
     main(sys.argv[1])

@@ -171,7 +171,7 @@ class Compactor:
                 summary=outcome.messages[1].text,
             )
         except PolyKVError as error:  # the branch saves work; the smaller messages are worth having anyway
-            log.info("branch_not_had", extra={"reason": error.code})
+            log.info("fork_failed", extra={"reason": error.code})
             return None
         return self.pools.remember(conversation.prefix, outcome.messages, done.pool, root)
 

@@ -127,14 +127,16 @@ def test_without_a_pool_the_messages_are_compacted_all_the_same(compactor):
     assert set(update) == {"messages"}
 
 
-def test_a_branch_that_cannot_be_had_is_no_reason_to_stay_long(compactor):
-    """The next call makes one, or goes without."""
+def test_a_branch_that_cannot_be_had_is_no_reason_to_stay_long(compactor, caplog):
+    """The next call makes one, or goes without; the log has it."""
+    caplog.set_level("INFO", "polykv_proxy.langgraph")
     _, update = play(
         compactor._tending(conversation(pool=LEAF)), SHORT, 100, 50, errors.PoolCapacityError("x")
     )
     assert update["polykv_pool"] is None
     assert update["polykv_retire"] == ["leaf"]
     assert len(update["messages"]) == 5
+    assert [record.msg for record in caplog.records] == ["fork_failed", "compacted"]
 
 
 def test_a_failure_changes_nothing_either(compactor):
