@@ -17,7 +17,7 @@ from polykv_proxy.core.admission import Entered, Refused
 from polykv_proxy.core.experience import pressure
 from polykv_proxy.core.gate import Entry, Gate, Waiter
 from polykv_proxy.core.headroom import Arm
-from polykv_proxy.core.policies import effective
+from polykv_proxy.core.policies import effective, origins
 from polykv_proxy.core.sight import Look
 from polykv_proxy.core.types import EngineSample, SessionId
 from polykv_proxy.errors import PolyKVError, SaturatedError, UnavailableError
@@ -151,6 +151,8 @@ class Gatekeeper:
         self._policies = policies
         self._adopted: PolicySet | None = None
         self._base: Policy
+        self._section: str | None = None
+        """The name under ``models`` that holds."""
         self._numbers = count(1)
         self._generated: dict[SlotId, tuple[int, int]] = {}
         """Tag and tokens of each slot at the last look."""
@@ -169,10 +171,20 @@ class Gatekeeper:
             pool = pool.parent
         return effective(policies, self._base, reversed(line)) if line else self._base
 
+    def origins(self, pool: PrefixPool | None) -> dict[str, str]:
+        """Where each key of ``policy`` has its value from."""
+        self.policy(None)
+        line: list[tuple[str, str | None, Given]] = []
+        while pool is not None:
+            line.append((pool.pool_id, pool.label, self.posted.get(pool.pool_id, {})))
+            pool = pool.parent
+        return origins(self._policies.current, self._section, reversed(line))
+
     def _adopt(self, policies: PolicySet) -> None:
         facts = self._plane.facts
         names = () if facts is None else facts.models
-        self._base = policies.base(next((name for name in names if name in policies.models), None))
+        self._section = next((name for name in names if name in policies.models), None)
+        self._base = policies.base(self._section)
         self._plane.cells.adopt(policies.cells)
         self._adopted = None if facts is None else policies
 

@@ -165,6 +165,13 @@ def posted(values: object) -> Given:
         raise BadRequestError(one_line(error), code="invalid_policy", param=param) from None
 
 
+def sources(origins: Mapping[str, str]) -> dict[str, str]:
+    """Where the values of a ``document`` are from, with the keys of the file."""
+    said = dict(origins)
+    said["settle_max_ms"] = said.pop("settle_max_s")
+    return {key: said[key] for key in AdmissionKeys.model_fields}
+
+
 def document(policy: Policy) -> dict[str, Any]:
     """A policy in force, with the keys of the file."""
     said = asdict(policy)

@@ -48,6 +48,8 @@ class AdmissionApi:
     def routes(self) -> list[web.RouteDef]:
         """What the control application serves of it."""
         return [
+            web.get("/polykv/admission", self.show_default),
+            web.get("/polykv/pools/{pool_id}/admission", self.show),
             web.post("/polykv/pools/{pool_id}/admission", self.post),
             web.get("/polykv/pools/{pool_id}/capacity", self.capacity),
             web.post("/polykv/pools/{pool_id}/reserve", self.reserve),
@@ -61,9 +63,28 @@ class AdmissionApi:
             values = msgspec.json.decode(await request.read())
         except msgspec.DecodeError as error:
             raise BadRequestError(f"not valid JSON: {error}") from None
+        engine.runtime.gatekeeper.post(pool, policies.posted(values))
+        return self._in_force(engine, pool)
+
+    async def show(self, request: web.Request) -> web.Response:
+        """``GET …/{id}/admission``: what is in force for a pool, and where each value is from."""
+        return self._in_force(*self._pool(request))
+
+    async def show_default(self, request: web.Request) -> web.Response:
+        """``GET /polykv/admission``: the same for sessions that name no pool."""
+        return self._in_force(self._fleet.of_query(request.query_string), None)
+
+    @staticmethod
+    def _in_force(engine: Engine, pool: PrefixPool | None) -> web.Response:
         keeper = engine.runtime.gatekeeper
-        keeper.post(pool, policies.posted(values))
-        return json_reply({"pool_id": pool.pool_id, "effective": policies.document(keeper.policy(pool))})
+        return json_reply(
+            {
+                "engine": engine.name,
+                "pool_id": None if pool is None else pool.pool_id,
+                "effective": policies.document(keeper.policy(pool)),
+                "sources": policies.sources(keeper.origins(pool)),
+            }
+        )
 
     async def capacity(self, request: web.Request) -> web.Response:
         """``GET …/{id}/capacity``: whether one more session would be let in; asking changes nothing."""

@@ -128,10 +128,19 @@ _PAGE = {
 }
 _EXPECTED = {"expected_tokens": {"type": "integer", "minimum": 0, "description": "That it is going to need."}}
 _EFFECTIVE = {
-    "description": "What is in force for a pool, inherited or not.",
+    "description": "What is in force for the sessions of a pool, or for those that name none.",
     "type": "object",
-    "properties": {"pool_id": {"type": "string"}, "effective": reference("Effective")},
-    "required": ["pool_id", "effective"],
+    "properties": {
+        "engine": {"type": "string"},
+        "pool_id": {"type": ["string", "null"]},
+        "effective": reference("Effective"),
+        "sources": {
+            "description": "Where each value is from: `built_in`, a section of the policy file, or a pool.",
+            "type": "object",
+            "additionalProperties": {"type": "string"},
+        },
+    },
+    "required": ["engine", "pool_id", "effective", "sources"],
 }
 _ENGINES_OWN = {"type": "object", "additionalProperties": True, "description": "The engine's own."}
 
@@ -218,6 +227,19 @@ OPERATIONS = (
     ),
     _post("/polykv/pools/{pool_id}/pin", "Never evict it unasked.", shapes.Pin, _POOL),
     _post("/polykv/pools/{pool_id}/unpin", "Undo that.", shapes.Pin, _POOL),
+    _get(
+        "/polykv/pools/{pool_id}/admission",
+        "What holds for the sessions of a pool, and where each value is from.",
+        _EFFECTIVE,
+        _POOL,
+    ),
+    _get(
+        "/polykv/admission",
+        "The same for sessions that name no pool.",
+        _EFFECTIVE,
+        {400: "no_such_engine"},
+        query=_ENGINE,
+    ),
     _post(
         "/polykv/pools/{pool_id}/admission",
         "Say what holds for the sessions of a pool, in place of what was said before.",

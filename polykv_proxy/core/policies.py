@@ -133,3 +133,30 @@ def effective(policies: PolicySet, base: Policy, line: Iterable[tuple[str | None
             given |= said
         given |= posted
     return replace(base, **given) if given else base
+
+
+BUILT_IN = "built_in"
+"""Where a value is from that nobody set."""
+
+
+def origins(
+    policies: PolicySet, model: str | None, line: Iterable[tuple[str, str | None, Given]]
+) -> dict[str, str]:
+    """Where each key of the policy in force for a pool has its value from.
+
+    Args:
+        policies: of the files.
+        model: whose section holds, if one does.
+        line: as for ``effective``, each with the pool's id before it.
+
+    Returns:
+        By key: ``built_in``, the section of the file, or ``pools.`` and the id of the pool that has it.
+    """
+    found = dict.fromkeys(KEYS, BUILT_IN) | dict.fromkeys(policies.default, "default")
+    if model is not None:
+        found |= dict.fromkeys(policies.models.get(model, {}), f"models.{model}")
+    for pool, label, posted in line:
+        if label is not None:
+            found |= dict.fromkeys(policies.labels.get(label, {}), f"labels.{label}")
+        found |= dict.fromkeys(posted, f"pools.{pool}")
+    return found

@@ -52,6 +52,39 @@ async def test_a_posted_policy_is_echoed_and_inherited(full):
     assert rig.runtime.gatekeeper.policy(child).enforced
 
 
+async def test_what_is_in_force_can_be_read(full):
+    """Of a pool and of sessions that name none, with where each value is from; asking changes nothing."""
+    rig, pool = full
+    path = f"/polykv/pools/{pool}/admission"
+    posted = (await post(rig, pool, mode="enforced")).json
+    found = (await rig.ask(path)).json
+    assert found == posted == (await rig.ask(path)).json
+    assert (found["pool_id"], found["effective"]["mode"]) == (pool, "enforced")
+    said = f"pools.{pool}"
+    assert (found["sources"]["mode"], found["sources"]["settle_max_ms"]) == (said, said)
+    assert found["sources"]["priority"] == "built_in"
+    assert found["sources"].keys() == found["effective"].keys()
+    default = (await rig.ask("/polykv/admission")).json
+    assert (default["engine"], default["pool_id"]) == ("engine-0", None)
+    assert default["effective"]["mode"] == "advisory"
+    assert set(default["sources"].values()) == {"built_in"}
+    other = await rig.ask(path, Authorization="Bearer other")
+    assert other.error["code"] == "pool_not_found"
+
+
+async def test_the_files_default_can_be_read(tmp_path):
+    """By the section that it is from, of the engine that is named."""
+    file = tmp_path / "policies.yaml"
+    file.write_text("default: {mode: enforced, target_tps_per_session: 5}\nmodels: {two: {mode: advisory}}")
+    async with Rig(policy_file=file, models=("one", "two")) as rig:
+        assert (await rig.ask("/polykv/admission?engine=none")).error["code"] == "no_such_engine"
+        second = (await rig.ask("/polykv/admission?engine=engine-1")).json
+        assert (second["effective"]["mode"], second["sources"]["mode"]) == ("advisory", "models.two")
+        found = (await rig.ask("/polykv/admission")).json
+        assert (found["effective"]["mode"], found["sources"]["mode"]) == ("enforced", "default")
+        assert found["sources"]["priority"] == "built_in"
+
+
 @pytest.mark.parametrize(
     ("body", "param"), [({"mode": "x"}, "mode"), ({"never": 1}, "never"), ({"kv_headroom_ratio": 2}, None)]
 )

@@ -2,7 +2,7 @@
 
 import pytest
 
-from polykv_proxy.core.policies import KEYS, Mode, OnSaturation, Policy, PolicySet, effective
+from polykv_proxy.core.policies import KEYS, Mode, OnSaturation, Policy, PolicySet, effective, origins
 
 FILES = PolicySet(
     default={"target_tps_per_session": 10.0, "settle_tokens": 4},
@@ -52,3 +52,23 @@ def test_the_keys_are_those_of_the_policy():
     """What a request may post."""
     assert "target_tps_per_session" in KEYS
     assert Policy(**dict.fromkeys(KEYS & {"priority"}, 1)).priority == 1
+
+
+def test_each_value_is_from_somewhere():
+    """What nobody set is built in; else the nearest that has the key, as it is in force."""
+    policies = PolicySet(
+        default={"priority": 1, "queue_max_depth": 2, "settle_tokens": 3, "kv_headroom_ratio": 0.5},
+        models={"m": {"queue_max_depth": 4}, "n": {"priority": 9}},
+        labels={"chat": {"settle_tokens": 5, "kv_headroom_ratio": 0.25}},
+    )
+    line = [("root", "chat", {"kv_headroom_ratio": 0.1}), ("leaf", None, {"mode": "enforced"})]
+    told = origins(policies, "m", line)
+    assert {key: said for key, said in told.items() if said != "built_in"} == {
+        "priority": "default",
+        "queue_max_depth": "models.m",
+        "settle_tokens": "labels.chat",
+        "kv_headroom_ratio": "pools.root",
+        "mode": "pools.leaf",
+    }
+    assert set(told) == KEYS
+    assert set(origins(PolicySet(), None, ()).values()) == {"built_in"}
