@@ -117,6 +117,12 @@ def session_name(head: RequestHead, field: str | None, metadata: bytes | None) -
     return _from_metadata(metadata) if metadata else None
 
 
+def client_request_id(head: RequestHead) -> str | None:
+    """What the client calls this request: ``X-Request-Id``, where it is fit for a record."""
+    value = head.get_text(b"x-request-id")
+    return None if value is None else _clean(value)
+
+
 def _from_metadata(raw: bytes) -> str | None:
     try:
         metadata = msgspec.json.decode(raw)

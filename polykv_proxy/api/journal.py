@@ -300,6 +300,6 @@ class Journal:
         self._now_ts = now_ts
         self.book = RecordBook(keep, f"{int(now_ts()):x}")
 
-    def open(self, path: str, scope: Scope) -> Entry:
+    def open(self, path: str, scope: Scope, x_request_id: str | None = None) -> Entry:
         """A request arrived."""
-        return Entry(self.book.begin(path, scope, self._now_ts()))
+        return Entry(self.book.begin(path, scope, self._now_ts(), x_request_id))

@@ -336,7 +336,11 @@ OPERATIONS = (
         "What the last requests computed, latest first.",
         shapes_kept.Requests,
         _READS,
-        query={"session_id": {"type": "string"}, "limit": {**_COUNT, "default": 100}},
+        query={
+            "session_id": {"type": "string"},
+            "request_id": {"type": "string"},
+            "limit": {**_COUNT, "default": 100},
+        },
     ),
     _get(
         "/polykv/requests/{request_id}",

@@ -124,6 +124,7 @@ class Reporting:
         if plan is not None and usage.cached_tokens is not None:
             shared = min(plan.tokens, usage.cached_tokens)
         block: dict[str, object] = {
+            "request_id": work.entry.record.request_id,
             "session_id": None if session is None else session.session_id,
             "pool_id": work.asked.pool_id if plan is None else plan.pool.pool_id,
             "n_pool_shared": shared,

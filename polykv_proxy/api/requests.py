@@ -46,7 +46,13 @@ class RequestsApi:
         if not (raw.isascii() and raw.isdigit() and 0 < len(raw) < 10 and int(raw) > 0):
             raise BadRequestError("limit must be a positive number", param="limit")
         scope = self._sees(request)
-        found = self._book.latest(scope, session_id=request.query.get("session_id"), limit=int(raw))
+        query = request.query
+        found = self._book.latest(
+            scope,
+            session_id=query.get("session_id"),
+            request_id=query.get("request_id"),
+            limit=int(raw),
+        )
         return json_reply(
             {
                 "requests": [request_view(record) for record in found],
@@ -69,6 +75,7 @@ def request_view(record: RequestRecord) -> shapes_kept.Request:
     """A record as JSON; unknown is null."""
     return {
         "request_id": record.request_id,
+        "x_request_id": record.x_request_id,
         "session_id": record.session_id,
         "path": record.path,
         "engine": record.engine,

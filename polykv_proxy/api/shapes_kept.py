@@ -99,6 +99,7 @@ class Request(TypedDict):
     """What became of a request that ran in a slot."""
 
     request_id: str
+    x_request_id: Annotated[str | None, says("What the client called it.")]
     session_id: str | None
     path: str
     engine: str | None

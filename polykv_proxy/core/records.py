@@ -46,6 +46,8 @@ class RequestRecord:
     scope: Scope
     path: str
     started_ts: float
+    x_request_id: str | None = None
+    """What its client calls it."""
     state: RequestState = RequestState.RUNNING
     error_code: str | None = None
     engine: str | None = None
@@ -100,17 +102,18 @@ class RecordBook:
     def __len__(self) -> int:
         return len(self._records)
 
-    def begin(self, path: str, scope: Scope, now_ts: float) -> RequestRecord:
+    def begin(self, path: str, scope: Scope, now_ts: float, x_request_id: str | None = None) -> RequestRecord:
         """A request arrived.
 
         Args:
             path: as the client wrote it.
             scope: whose it is.
             now_ts: epoch seconds.
+            x_request_id: what its client calls it.
         """
         self._count += 1
         request_id = RequestId(f"req-{self._run}-{self._count}")
-        record = RequestRecord(request_id, scope, path[:PATH_CHARS], now_ts)
+        record = RequestRecord(request_id, scope, path[:PATH_CHARS], now_ts, x_request_id)
         if self._keep:
             self._records[request_id] = record
             if len(self._records) > self._keep:
@@ -122,19 +125,29 @@ class RecordBook:
         record = self._records.get(request_id)
         return record if record is not None and scope in (None, record.scope) else None
 
-    def latest(self, scope: Scope | None, *, session_id: str | None, limit: int) -> list[RequestRecord]:
+    def latest(
+        self,
+        scope: Scope | None,
+        *,
+        session_id: str | None,
+        request_id: str | None = None,
+        limit: int,
+    ) -> list[RequestRecord]:
         """The last requests that ``scope`` may see, latest first.
 
         Args:
             scope: None sees all.
             session_id: only those of this session, and of conversations that run under its name beside it
                 (``id#2`` and so on); None: of all.
+            request_id: only those with this id, ours or the client's own; None: all.
             limit: at most so many.
         """
         seen = (
             record
             for record in reversed(self._records.values())
-            if scope in (None, record.scope) and _is_of(record.session_id, session_id)
+            if scope in (None, record.scope)
+            and _is_of(record.session_id, session_id)
+            and request_id in (None, record.request_id, record.x_request_id)
         )
         return list(islice(seen, limit))
 

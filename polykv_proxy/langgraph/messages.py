@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 _CALL = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"arguments"\s*:\s*(.*)', re.DOTALL)
 
 _TOLD = (
+    "request_id",
     "pool_id",
     "session_id",
     "session_tps",

@@ -7,6 +7,7 @@ from api.rig import CHAT, chat
 KEYS = {"Authorization": "Bearer mine"}
 MEMBERS = {
     "request_id",
+    "x_request_id",
     "session_id",
     "path",
     "engine",
@@ -71,6 +72,28 @@ async def test_of_one_session_and_not_too_many(rig):
     assert [record["request_id"] for record in await listed(rig, "?session_id=a")] == everything[::2]
     assert [record["request_id"] for record in await listed(rig, "?limit=2")] == everything[:2]
     assert await listed(rig, "?session_id=c") == []
+
+
+async def test_from_an_answer_to_its_record(rig):
+    """By the id in the answer's block, or by the one that the client gave it; both in one filter."""
+    block = (await rig.ask(CHAT, chat("hi", session_id="a"), X_Request_Id="mine-1")).json["opencoti"]
+    streamed = (await rig.ask(CHAT, chat("hi", session_id="b", stream=True), X_Request_Id="mine-1")).body
+    await rig.ask(CHAT, chat("hi"), X_Request_Id="mine-2")
+    await rig.ask(CHAT, chat("hi"))
+    named = await listed(rig, "?request_id=mine-1")
+    assert [record["session_id"] for record in named] == ["b", "a"]
+    assert {record["x_request_id"] for record in named} == {"mine-1"}
+    assert named[0]["request_id"].encode() in streamed
+    assert named[1]["request_id"] == block["request_id"]
+    assert await listed(rig, f"?request_id={block['request_id']}") == [named[1]]
+    assert (await listed(rig))[0]["x_request_id"] is None
+    assert await listed(rig, "?request_id=other") == []
+
+
+async def test_what_is_no_name_is_not_kept(rig):
+    """Too long for a record: it runs all the same."""
+    await rig.ask(CHAT, chat("hi"), X_Request_Id="x" * 300)
+    assert (await listed(rig))[0]["x_request_id"] is None
 
 
 @pytest.mark.parametrize("limit", ["0", "-1", "x", "", "9999999999"])

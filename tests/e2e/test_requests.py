@@ -106,6 +106,7 @@ async def test_a_new_session_and_one_that_goes_on(clean: Served) -> None:
         "got_text": None,
     }
     assert "divergence" not in answer["opencoti"]
+    assert answer["opencoti"]["request_id"] == record["request_id"]
     assert (record["session_id"], record["state"], record["continued"]) == ("fresh", "done", False)
     assert record["cached_tokens"] == 0
     assert record["computed_tokens"] == record["prompt_tokens"] == answer["usage"]["prompt_tokens"]

@@ -15,7 +15,14 @@ USAGE = {
     "prompt_tokens_details": {"cached_tokens": 20, "cache_write_tokens": 4},
     "completion_tokens_details": {"reasoning_tokens": 2},
 }
-BLOCK = {"pool_id": "p", "session_id": "s#2", "session_tps": 9.5, "backpressure": None, "pool_match": 3}
+BLOCK = {
+    "request_id": "req-1-2",
+    "pool_id": "p",
+    "session_id": "s#2",
+    "session_tps": 9.5,
+    "backpressure": None,
+    "pool_match": 3,
+}
 
 
 def test_messages_become_a_body():
@@ -63,6 +70,7 @@ def test_an_answer_becomes_a_message():
     told = message.response_metadata
     assert (told["pool_id"], told["session_id"], told["session_name"]) == ("p", "s#2", "s")
     assert (told["finish_reason"], told["model_name"], told["model_provider"]) == ("stop", "m", "polykv")
+    assert told["request_id"] == "req-1-2"
     assert "pool_match" not in told
 
 
