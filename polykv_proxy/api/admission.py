@@ -61,7 +61,7 @@ class AdmissionApi:
         engine, pool = self._pool(request)
         try:
             values = msgspec.json.decode(await request.read())
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             raise BadRequestError(f"not valid JSON: {error}") from None
         engine.runtime.gatekeeper.post(pool, policies.posted(values))
         return self._in_force(engine, pool)
@@ -114,7 +114,7 @@ class AdmissionApi:
         engine, pool = self._pool(request)
         try:
             wanted = msgspec.json.decode(await request.read(), type=Places)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             raise BadRequestError(f'send {{"sessions": …, "ttl_s": …}}: {error}') from None
         if not 1 <= wanted.sessions <= MAX_PLACES:
             raise BadRequestError(f"sessions must be 1 to {MAX_PLACES}", param="sessions")

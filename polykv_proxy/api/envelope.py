@@ -50,7 +50,10 @@ class Envelope:
                 f"{request.method} {request.path}: {error.reason}", code=_CODES.get(error.status)
             )
             answer.status, answer.type = error.status, "invalid_request_error"
-            return _reply(answer)
+            reply = _reply(answer)
+            if "Allow" in error.headers:
+                reply.headers["Allow"] = error.headers["Allow"]
+            return reply
 
 
 def _reply(error: PolyKVError) -> web.Response:

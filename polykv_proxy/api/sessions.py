@@ -66,7 +66,7 @@ class SessionsApi:
         session_id, scope = SessionId(request.match_info["session_id"]), self._sees(request)
         try:
             wanted = msgspec.json.decode(await request.read(), type=Migration)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             raise BadRequestError(f'send {{"pool_id": …}}: {error}', param="pool_id") from None
         engine = self._fleet.of_session(session_id, scope)
         session = engine.plane.sessions.need(session_id, scope)

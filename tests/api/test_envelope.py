@@ -1,6 +1,8 @@
 """Claims about ``api.envelope``: every refusal is one of ours, and comes before anything is read."""
 
-from api.rig import POOL
+import pytest
+
+from api.rig import CHAT, POOL, chat
 
 
 async def test_pages_of_others_drive_nothing(rig):
@@ -17,9 +19,29 @@ async def test_pages_of_others_drive_nothing(rig):
 async def test_unknown_routes_and_methods_have_the_envelope(rig):
     """404, 405 and 413 are errors like ours."""
     assert (await rig.ask("/polykv/nonsense")).error["code"] == "route_not_found"
-    assert (await rig.ask("/polykv/sessions", {})).error["code"] == "method_not_allowed"
+    wrong = await rig.ask("/polykv/sessions", {})
+    assert (wrong.error["code"], wrong.headers["Allow"]) == ("method_not_allowed", "GET,HEAD")
     large = await rig.ask("/polykv/pools", {"prompt": "x" * (1 << 20)})
     assert (large.status, large.error["code"]) == (413, "body_too_large")
+
+
+@pytest.mark.parametrize(
+    "body", [b"[" * 200_000, b'{"mode":' + b"[" * 200_000, b'{"sessions":' + b"[" * 200_000]
+)
+async def test_a_body_nested_out_of_all_reason_is_refused(rig, body):
+    """On every route that reads one."""
+    pool = (await rig.pool())["pool_id"]
+    await rig.ask(CHAT, chat("hi", session_id="s"))
+    for path in (
+        "/polykv/pools",
+        f"/polykv/pools/{pool}/fork",
+        f"/polykv/pools/{pool}/admission",
+        f"/polykv/pools/{pool}/reserve",
+        "/polykv/sessions/s/migrate",
+        "/polykv/tokenize",
+    ):
+        answer = await rig.ask(path, body, Content_Type="application/json")
+        assert (answer.status, answer.error["code"]) == (400, "invalid_request"), path
 
 
 async def test_a_body_in_a_coding_that_it_does_not_have_is_refused(rig):
