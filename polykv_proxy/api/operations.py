@@ -354,7 +354,7 @@ OPERATIONS = (
         "/health",
         "Whether an engine serves; of several engines, how each is.",
         _HEALTH,
-        {400: "no_such_engine", 502: "engine_gone", 503: "503 engine_gone"},
+        {400: "no_such_engine", 502: "engine_gone", 503: "503 engine_gone engine_timeout"},
         query={"engine": {"type": "string", "description": "An engine's name: its own answer."}},
         guarded=False,
     ),

@@ -20,7 +20,7 @@ from urllib.parse import parse_qs
 import msgspec
 
 from polykv_proxy.api import asked as asking
-from polykv_proxy.api import tps
+from polykv_proxy.api import status, tps
 from polykv_proxy.api.families import INFERENCE, SPREADING, Dialect, Family
 from polykv_proxy.api.identity import client_request_id, our_headers, scope_of, session_name, without_ours
 from polykv_proxy.api.placement import Placement
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 _SLOT_ACTION = re.compile(r"/slots/([0-9]{1,6})")
 _ESCAPE = re.compile(r"%(?:u([0-9A-Fa-f]{4})|([0-9A-Fa-f]{2}))")
 _OTHER = Family(Dialect.OTHER)
+_READING = ("GET", "HEAD")
 _HEALTH = frozenset({"/health", "/v1/health"})
 _MODELS = frozenset({"/models", "/v1/models"})
 
@@ -120,7 +121,7 @@ class Routes:
         engine = self._fleet.of_query(head.query)
         if self._several and path == "/v1/stream":
             engine = self._placement.of_stream(head.query) or engine
-        if head.method == "GET" and await self._get(exchange, path, engine):
+        if head.method in _READING and await self._get(exchange, path, engine):
             return
         body = await exchange.read_body(self._max_body_bytes) if head.has_body else b""
         await self._await_engine(engine)
@@ -146,23 +147,23 @@ class Routes:
         return False
 
     async def _get(self, exchange: Exchange, path: str, engine: Engine) -> bool:
-        """Answer a GET that needs more than to be passed through; returns whether it was one."""
+        """Answer a GET or HEAD that needs more than to be passed through; returns whether it was one."""
         if path in _HEALTH:
-            return await self._health(exchange, engine)
-        if self._several and path in _MODELS and not exchange.head.query:
-            await self._merged.models(exchange)
+            await self._health(exchange, engine)
+        elif path in _MODELS:
+            await self._models(exchange, engine)
         elif path == "/metrics" and self._scrape is not None:
             await self._scrape.handle(exchange)
         elif path in ("/props", "/slots"):
             await self._await_engine(engine)
-            status = self._handlers[engine.number].status
-            await (status.props if path == "/props" else status.slots)(exchange)
+            documents = self._handlers[engine.number].status
+            await (documents.props if path == "/props" else documents.slots)(exchange)
         else:
             return False
         return True
 
-    async def _health(self, exchange: Exchange, engine: Engine) -> bool:
-        """Answer for all engines, or for the one that is named; returns False where that answers itself."""
+    async def _health(self, exchange: Exchange, engine: Engine) -> None:
+        """For all engines, or for the one that is named."""
         one = not self._several or "engine" in parse_qs(exchange.head.query)
         asked = [engine] if one else list(self._fleet)
         if not any(each.plane.serving for each in asked):
@@ -170,8 +171,15 @@ class Routes:
         elif not one:
             await self._merged.health(exchange)
         else:
-            return False
-        return True
+            await status.pass_on(engine.upstream, exchange)
+
+    async def _models(self, exchange: Exchange, engine: Engine) -> None:
+        """Of all engines, or of the one that is named."""
+        if self._several and not parse_qs(exchange.head.query).keys() & {"engine", "model"}:
+            await self._merged.models(exchange)
+        else:
+            await self._await_engine(engine)
+            await status.pass_on(engine.upstream, exchange)
 
     async def _infer(self, exchange: Exchange, family: Family, *, spreading: bool) -> None:
         """A request that runs in a slot: read it, choose its engine, have it answered there."""

@@ -132,7 +132,7 @@ class Status:
 async def fetch(
     upstream: Upstream, exchange: Exchange, *, key: str | None = None
 ) -> tuple[ResponseHead, bytes]:
-    """The engine's answer to a status request, whole and not compressed.
+    """The engine's answer to a status request, whole and not compressed; for a HEAD what a GET gets.
 
     Args:
         upstream: the way to the engine.
@@ -150,7 +150,7 @@ async def fetch(
     try:
         async with asyncio.timeout(CONTROL_TIMEOUT_S):
             response = await upstream.send(
-                head.method,
+                "GET",
                 head.target,
                 headers,
                 named=head.connection_named(),
@@ -161,6 +161,16 @@ async def fetch(
         raise UnavailableError(
             f"the engine did not answer {head.path} within {CONTROL_TIMEOUT_S:g} s", code="engine_timeout"
         ) from None
+
+
+async def pass_on(upstream: Upstream, exchange: Exchange) -> None:
+    """The engine's answer to a status request as it is, or that there is none in time.
+
+    Raises:
+        UnavailableError: see ``fetch``.
+    """
+    head, body = await fetch(upstream, exchange)
+    await exchange.respond(head.status, kept_headers(head), body)
 
 
 def kept_headers(head: ResponseHead) -> Headers:

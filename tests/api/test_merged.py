@@ -96,6 +96,37 @@ async def test_an_engine_that_hangs_holds_nobody_up(proxies, monkeypatch):
         engine.slow["/v1/models"].set()
 
 
+@pytest.mark.parametrize("path", ["/health", "/v1/health", "/v1/models", "/models", "/metrics"])
+async def test_a_head_is_what_the_get_is(proxies, path):
+    """Without its body: whoever probes with it hears of all engines, and waits for none that is down."""
+    rig = await proxies(models=("a", "b"))
+    rig.down()
+    seen = len(rig.engines[0].of(path))
+    got, told = await rig.ask(path), await rig.ask(path, method="HEAD")
+    assert (got.status, told.status, told.body) == (200, 200, b"")
+    if path != "/metrics":
+        assert told.headers["Content-Length"] == got.headers["Content-Length"]
+    assert len(rig.engines[0].of(path)) == seen
+
+
+async def test_a_query_that_names_no_engine_asks_all_for_their_models(proxies):
+    """Whatever else it says."""
+    rig = await proxies(models=("a", "b"))
+    rig.down()
+    assert [model["id"] for model in (await rig.ask("/v1/models?x=1")).json["data"]] == ["b"]
+
+
+@pytest.mark.parametrize("path", ["/health", "/v1/models", "/props", "/slots"])
+async def test_one_engine_that_hangs_is_waited_for_shortly(rig, monkeypatch, path):
+    """Its status is 503 then, not silence."""
+    monkeypatch.setattr(status, "CONTROL_TIMEOUT_S", 0.1)
+    rig.engine.slow[path] = hang = asyncio.Event()
+    async with asyncio.timeout(10):
+        answer = await rig.ask(path)
+    hang.set()
+    assert (answer.status, answer.error["code"]) == (503, "engine_timeout")
+
+
 async def test_models_of_nobody(proxies):
     """All engines are down: the client may ask again."""
     rig = await proxies(models=("a", "b"))
