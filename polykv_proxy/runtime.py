@@ -204,6 +204,7 @@ class Runtime:
 
     async def _become_ready(self) -> None:
         """Find out what the engine can do, then let requests in; tried again while it stays up."""
+        log.info("self_test", engine=self.name, hint="requests wait for its end")
         while True:
             try:
                 await self._let_in()

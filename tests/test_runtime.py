@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+import structlog
 from api.rig import until
 
 from polykv_proxy import runtime as runtime_module
@@ -43,6 +44,17 @@ async def test_an_engine_that_is_not_understood_is_asked_again(rig, monkeypatch,
     assert not rig.runtime.plane.serving
     del rig.engine.broken[path]
     await until(lambda: rig.runtime.plane.serving)
+
+
+async def test_the_log_says_what_is_done_between_loading_and_serving(rig):
+    """It takes some seconds on a slow machine, in which requests wait."""
+    rig.down()
+    rig.engine.restart()
+    with structlog.testing.capture_logs() as logs:
+        rig.runtime.on_engine_status(EngineStatus(state=EngineState.READY))
+        await until(lambda: rig.runtime.plane.serving)
+    told = [entry["event"] for entry in logs]
+    assert told.index("self_test") < told.index("engine_ready")
 
 
 @pytest.mark.parametrize("step", ["meet", "counts", "on_ready"])
