@@ -10,14 +10,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from polykv_proxy.core.rates import STALE_S, Progress, RateBook, reading_of
+from polykv_proxy.core.rates import STALE_S, Progress, RateBook, Reading, SlotReading
 from polykv_proxy.core.stock import StockCounters
+from polykv_proxy.core.types import SlotState
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
     from polykv_proxy.core.decisions import Lease
-    from polykv_proxy.core.rates import DecodeRate, SlotReading
+    from polykv_proxy.core.rates import DecodeRate
     from polykv_proxy.core.sessions import Session
     from polykv_proxy.core.slots import SlotBoard
     from polykv_proxy.core.stock import SlotLook
@@ -89,6 +90,29 @@ class Experience:
         elif rest and seconds > 0.0:
             lease.session.rate.add(rest, seconds)
         self.stock.on_answer(lease.lease_id, generated)
+
+
+def reading_of(sample: EngineSample) -> Reading:
+    """The counters of a patched engine as a reading; without the engine's clock, the proxy's must do."""
+    clock_s = sample.taken_at if sample.clock_s is None else sample.clock_s
+    return Reading(
+        taken_at=sample.taken_at,
+        clock_s=clock_s,
+        slots=tuple(
+            SlotReading(
+                slot=slot.slot,
+                answer=slot.task,
+                tag=slot.tag,
+                decoding=slot.state is SlotState.GEN,
+                generated=slot.gen_total,
+                prompt=slot.prompt_total,
+                cached=slot.cached_total,
+                last_token_at=clock_s if slot.last_token_s is None else slot.last_token_s,
+            )
+            for slot in sample.slots
+        ),
+        exact=sample.clock_s is not None,
+    )
 
 
 def context_of(session: Session, sample: EngineSample | None, facts: EngineFacts | None) -> Context:

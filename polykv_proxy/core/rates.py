@@ -19,12 +19,10 @@ from dataclasses import dataclass, field
 from math import exp, expm1
 from typing import TYPE_CHECKING, TypeAlias
 
-from polykv_proxy.core.types import SlotState
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from polykv_proxy.core.types import EngineSample, SlotId
+    from polykv_proxy.core.types import SlotId
 
 WINDOW_TOKENS = 128.0
 WINDOW_S = 2.0
@@ -144,6 +142,8 @@ class Reading:
     clock_s: float
     """The same moment on the clock of ``last_token_at``."""
     slots: tuple[SlotReading, ...]
+    exact: bool = True
+    """Whether ``last_token_at`` is when the token came, not when it was seen."""
 
 
 RateOf: TypeAlias = "Callable[[SlotReading], DecodeRate | None]"
@@ -184,6 +184,7 @@ class RateBook:
     cached_total: int = 0
     taken_at: float | None = None
     """Monotonic seconds of the last reading."""
+    _exact: bool = True
     _slots: dict[SlotId, _Slot] = field(default_factory=dict)
     _settled: dict[SlotId, int] = field(default_factory=dict)
     """Leases whose answers were accounted for at their ends."""
@@ -228,7 +229,7 @@ class RateBook:
             if gap is not None:
                 gaps.append(gap)
             slot.last = now
-        self.taken_at = reading.taken_at
+        self.taken_at, self._exact = reading.taken_at, reading.exact
         self._slide(reading.clock_s)
         return Progress(
             self.generated_total - before[0],
@@ -299,6 +300,8 @@ class RateBook:
     def on_answer(self, slot: SlotId, tag: int, rate: DecodeRate, tokens: int, seconds: float) -> None:
         """The engine's own account of an answer that ends; what the readings missed of it is made up for.
 
+        Of readings that are not exact the times are no measure for what is left: it came as fast as the rest.
+
         Args:
             slot: where it ran.
             tag: its lease.
@@ -310,7 +313,9 @@ class RateBook:
             return
         known = self._slots.get(slot)
         if known is not None and known.last.tag == tag:
-            tokens, seconds = tokens - known.tokens, seconds - known.seconds
+            missed = tokens - known.tokens
+            seconds = seconds - known.seconds if self._exact else seconds * missed / max(1, tokens)
+            tokens = missed
         self._settled[slot] = tag
         if tokens > 0 and seconds > 0.0:
             rate.add(tokens, seconds)
@@ -376,25 +381,3 @@ def _over(rate: DecodeRate | None) -> None:
 def _fell(last: SlotReading, now: SlotReading) -> bool:
     """Whether a counter counts from zero again."""
     return now.generated < last.generated or now.prompt < last.prompt or now.cached < last.cached
-
-
-def reading_of(sample: EngineSample) -> Reading:
-    """The counters of a patched engine as a reading; without the engine's clock, the proxy's must do."""
-    clock_s = sample.taken_at if sample.clock_s is None else sample.clock_s
-    return Reading(
-        taken_at=sample.taken_at,
-        clock_s=clock_s,
-        slots=tuple(
-            SlotReading(
-                slot=slot.slot,
-                answer=slot.task,
-                tag=slot.tag,
-                decoding=slot.state is SlotState.GEN,
-                generated=slot.gen_total,
-                prompt=slot.prompt_total,
-                cached=slot.cached_total,
-                last_token_at=clock_s if slot.last_token_s is None else slot.last_token_s,
-            )
-            for slot in sample.slots
-        ),
-    )

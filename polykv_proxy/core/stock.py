@@ -93,7 +93,7 @@ class StockCounters:
             for slot in shown
             for kept in (self._slots[slot.slot],)
         )
-        return Reading(taken_at=now, clock_s=now, slots=readings)
+        return Reading(taken_at=now, clock_s=now, slots=readings, exact=False)
 
     def slot_of(self, lease: LeaseId) -> SlotId | None:
         """The slot in which a request is known to run, or to have run last."""

@@ -1,5 +1,7 @@
 """Claims about ``core.experience``: tokens go to whose they are, and context is what is left."""
 
+from dataclasses import replace
+
 import pytest
 
 from polykv_proxy.core.decisions import Lease
@@ -11,8 +13,9 @@ from polykv_proxy.core.experience import (
     fresh,
     headroom,
     pressure,
+    reading_of,
 )
-from polykv_proxy.core.rates import STALE_S
+from polykv_proxy.core.rates import STALE_S, Reading, SlotReading
 from polykv_proxy.core.sessions import SessionBook
 from polykv_proxy.core.slots import SlotBoard
 from polykv_proxy.core.stock import SlotLook
@@ -72,6 +75,15 @@ def test_tokens_of_its_own_request_are_a_sessions(session, board):
     assert experience.book.taken_at is None
 
 
+def test_counters_as_a_reading():
+    """With the engine's own clock where it tells it, else with the proxy's, by which no token came."""
+    slot = SlotSample(SlotId(0), SlotState.GEN, 7, 3, 40, 100, 20, 150, 0, 0, 1024, last_token_s=8.5)
+    told = EngineSample("e", 50.0, 1, 2, 0, (slot,), (), clock_s=9.0)
+    assert reading_of(told) == Reading(50.0, 9.0, (SlotReading(SlotId(0), 7, 3, True, 40, 100, 20, 8.5),))
+    untold = reading_of(replace(told, slots=(replace(slot, last_token_s=None),), clock_s=None))
+    assert (untold.clock_s, untold.slots[0].last_token_at, untold.exact) == (50.0, 50.0, False)
+
+
 def test_an_answer_tells_what_it_took(session, board):
     """In the slot that it is pinned to; without a session it is nobody's."""
     experience = Experience()
@@ -122,6 +134,20 @@ def test_what_an_answer_tells_of_a_stock_engine_has_no_gaps(session):
     experience.on_answer(lease, 60, 3.0, pinned=False)
     progress = look(4.0, working=False, task=3)
     assert (progress.generated, progress.gaps) == (25, ())
+
+
+def test_a_stock_engine_that_was_looked_at_late_is_believed_at_the_end(session):
+    """It answers late when it is starved, and with it come the times of its tokens: 20 a second all along."""
+    experience = Experience()
+    lease = Lease(LeaseId(5), (SlotId(0),), session, continues=False, granted_at=0.1)
+    for now, generated in ((0.0, 0), (1.0, 10), (3.9, 55)):
+        look = SlotLook(
+            slot=SlotId(0), working=generated > 0, task=3 if generated else -1, generated=generated
+        )
+        experience.on_stock_slots([look], [lease], now)
+    assert session.rate.tps == pytest.approx(45 / 2.9)
+    experience.on_answer(lease, 61, 3.0, pinned=False)
+    assert 45 / 2.9 < session.rate.tps < 20.0
 
 
 def test_context_is_of_the_sessions_own_request(session):

@@ -18,9 +18,8 @@ from polykv_proxy.core.rates import (
     RateBook,
     Reading,
     SlotReading,
-    reading_of,
 )
-from polykv_proxy.core.types import EngineSample, SlotId, SlotSample, SlotState
+from polykv_proxy.core.types import SlotId
 
 counts = st.integers(1, 200)
 seconds = st.floats(0.001, 5.0)
@@ -551,23 +550,6 @@ def test_a_clock_that_jumps_back():
     engine.decode(0, 10, 1.0)
     engine.look()
     assert engine.book.generated_tps(engine.now) == pytest.approx(10.0)
-
-
-# -- a patched engine's counters --------------------------------------------------------------------------
-
-
-def sample(**more):
-    """One slot that decodes."""
-    slot = SlotSample(SlotId(0), SlotState.GEN, 7, 3, 40, 100, 20, 150, 0, 0, 1024, **more)
-    return EngineSample("e", 50.0, 1, 2, 0, (slot,), ())
-
-
-def test_counters_as_a_reading():
-    """With the engine's own clock where it tells it, else with the proxy's."""
-    told = reading_of(replace(sample(last_token_s=8.5), clock_s=9.0))
-    assert told == Reading(50.0, 9.0, (SlotReading(SlotId(0), 7, 3, True, 40, 100, 20, 8.5),))
-    assert reading_of(sample()).slots[0].last_token_at == 50.0
-    assert reading_of(sample()).clock_s == 50.0
 
 
 # -- against the truth ------------------------------------------------------------------------------------
