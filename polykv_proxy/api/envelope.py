@@ -1,11 +1,13 @@
 """The refusals of the control routes in one form, whoever refuses.
 
 Rule 1: nothing of a request is read before the guard let it pass.
-Rule 2: what aiohttp refuses by itself looks like an error of ours.
+Rule 2: what aiohttp refuses by itself looks like an error of ours. So does a bug of ours, which the exception
+handler of the loop is told.
 """
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 
 from aiohttp import web
@@ -54,6 +56,15 @@ class Envelope:
             if "Allow" in error.headers:
                 reply.headers["Allow"] = error.headers["Allow"]
             return reply
+        except ConnectionError:
+            raise  # the client left
+        except Exception as error:  # the boundary: a bug of one request must stay its own
+            if request.writer.output_size:
+                raise  # an answer has begun, and another cannot
+            asyncio.get_running_loop().call_exception_handler(
+                {"message": f"unhandled error on {request.method} {request.path}", "exception": error}
+            )
+            return _reply(PolyKVError("the proxy failed on this request"))
 
 
 def _reply(error: PolyKVError) -> web.Response:

@@ -1,8 +1,12 @@
 """Claims about ``api.envelope``: every refusal is one of ours, and comes before anything is read."""
 
+import contextlib
+
+import aiohttp
 import pytest
 
 from api.rig import CHAT, POOL, chat
+from polykv_proxy.api import views
 
 
 async def test_pages_of_others_drive_nothing(rig):
@@ -42,6 +46,29 @@ async def test_a_body_nested_out_of_all_reason_is_refused(rig, body):
     ):
         answer = await rig.ask(path, body, Content_Type="application/json")
         assert (answer.status, answer.error["code"]) == (400, "invalid_request"), path
+
+
+async def test_a_bug_of_ours_has_the_envelope(rig, monkeypatch):
+    """The loop's exception handler is told, with the request that met it."""
+    monkeypatch.setattr(views, "sessions", lambda *_: 1 / 0)
+    answer = await rig.ask("/polykv/sessions")
+    assert (answer.status, answer.error["code"]) == (500, "internal_error")
+    problem = rig.problems.pop()
+    assert isinstance(problem["exception"], ZeroDivisionError)
+    assert problem["message"] == "unhandled error on GET /polykv/sessions"
+
+
+async def test_a_bug_in_a_stream_ends_it(rig, monkeypatch):
+    """No second answer is written into the first."""
+    async with rig.open("/polykv/tps", Accept="text/event-stream") as answer:
+        await answer.content.readuntil(b"\n\n")
+        monkeypatch.setattr(views, "rates", lambda *_: 1 / 0)
+        rest = b""
+        with contextlib.suppress(aiohttp.ClientError):
+            async for piece in answer.content:
+                rest += piece
+    assert b"the proxy failed" not in rest
+    assert b"HTTP/1.1" not in rest
 
 
 async def test_a_body_in_a_coding_that_it_does_not_have_is_refused(rig):
