@@ -307,6 +307,7 @@ OPERATIONS = (
         "/polykv/tps",
         "What every session experiences: a stream of documents for `Accept: text/event-stream`, else one.",
         shapes.Rates,
+        _READS,
         query={"once": {**_FLAG, "description": "One document in any case."}},
         streams=True,
     ),

@@ -19,7 +19,7 @@ from aiohttp import web
 from aiohttp_sse import sse_response
 
 from polykv_proxy.api import views
-from polykv_proxy.api.reply import json_reply
+from polykv_proxy.api.reply import flag, json_reply
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,6 +40,9 @@ STALL_S = 10.0
 
 SHARED_S = 0.1
 """Age in seconds up to which a document serves another stream, or as long as the streams' interval."""
+
+
+_STREAM = "text/event-stream"
 
 
 class TpsApi:
@@ -74,8 +77,8 @@ class TpsApi:
 
     async def show(self, request: web.Request) -> web.StreamResponse:
         """``GET /polykv/tps``: a stream for those who ask for one, else one document."""
-        wants_stream = "text/event-stream" in request.headers.get("Accept", "")
-        if wants_stream and request.query.get("once") not in ("1", "true"):
+        once = flag(request, "once")
+        if not once and _accepts_stream(request.headers.get("Accept", "")):
             return await self._stream(request)
         return json_reply(self._document(request))
 
@@ -116,3 +119,8 @@ class TpsApi:
     def _document(self, request: web.Request) -> shapes.Rates:
         now_ts = self._fleet.first.runtime.now_ts()
         return views.rates(self._fleet.planes, self._sees(request), monotonic(), now_ts)
+
+
+def _accepts_stream(accept: str) -> bool:
+    """Whether the one of streams is among the media types; case and parameters do not matter."""
+    return any(kind.partition(";")[0].strip().lower() == _STREAM for kind in accept.split(","))

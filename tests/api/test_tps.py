@@ -214,3 +214,24 @@ async def test_readers_do_not_make_the_proxy_ask_the_engine(rig):
     for _ in range(50):
         await rig.ask("/polykv/tps")
     assert len(rig.engine.requests) - before <= 2  # the sampler's own
+
+
+@pytest.mark.parametrize(
+    ("accept", "streamed"),
+    [
+        ("text/event-stream", True),
+        ("application/json;q=0.5, Text/Event-Stream; charset=utf-8", True),
+        ("text/event-streams", False),
+        ("*/*", False),
+    ],
+)
+async def test_the_media_type_decides(rig, accept, streamed):
+    """In any case, among others, and not by a part of a name."""
+    async with rig.open("/polykv/tps", Accept=accept) as answer:
+        assert (answer.content_type == "text/event-stream") is streamed
+
+
+async def test_once_is_yes_or_no(rig):
+    """As every flag; nobody gets a stream for a word that was not understood."""
+    answer = await rig.ask("/polykv/tps?once=TRUE", **STREAM)
+    assert (answer.status, answer.error["param"]) == (400, "once")
