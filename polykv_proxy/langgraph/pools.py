@@ -45,8 +45,8 @@ REMEMBERED = 1024
 KEYLESS = "admin_key_required"
 NO_ADMIN_KEY = (
     "the proxy demands its admin key for pools, so conversations go on without: long prefixes are still "
-    "shared where the proxy finds that they agree (pools.auto_min_tokens), but headroom is unknown, and a compaction writes its "
-    "summary without a fork. Give the model admin_key=, or POLYKV_ADMIN_API_KEY"
+    "shared where the proxy finds that they agree (pools.auto_min_tokens), but headroom is unknown, and a "
+    "compaction writes its summary without a fork. Give the model admin_key=, or POLYKV_ADMIN_API_KEY"
 )
 
 
