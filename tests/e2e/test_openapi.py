@@ -58,13 +58,17 @@ async def test_every_route_answers_as_told(
             assert (await served.http.post("/v1/completions", body)).status == 200
         for path in ("/polykv/pools", "/polykv/sessions", "/polykv/tps?once=1", "/polykv/advice", "/health"):
             await ask("GET", path)
-        for path in ("/props", "/slots", "/polykv/capacity", "/polykv/cache", "/polykv/openapi.json"):
+        for path in ("/props", "/slots", "/polykv/cache", "/polykv/openapi.json"):
+            await ask("GET", path)
+        for path in ("/polykv/capacity", "/polykv/admission"):
             await ask("GET", path)
         request = (await ask("GET", "/polykv/requests"))["requests"][0]
         await ask("GET", "/polykv/requests/{request_id}", request_id=request["request_id"])
         await ask("GET", "/polykv/pools/{pool_id}", **one)
         await ask("GET", "/polykv/pools/{pool_id}/capacity?expected_tokens=9", **one)
         await ask("POST", "/polykv/pools/{pool_id}/admission", {"target_tps_per_session": 1}, **one)
+        in_force = await ask("GET", "/polykv/pools/{pool_id}/admission", **one)
+        assert in_force["effective"]["target_tps_per_session"] == 1
         await ask("POST", "/polykv/pools/{pool_id}/reserve", {"sessions": 1, "ttl_s": 1}, **one)
         await served.until(lambda: idle(served))
         await ask("POST", "/polykv/sessions/{session_id}/migrate", two, session_id="b")
