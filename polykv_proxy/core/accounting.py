@@ -107,7 +107,7 @@ def attribute(nodes: Iterable[PrefixPool], sample: EngineSample) -> Ownership:
         cells = max(0, reach[uid] - node.branch_pos)
         if not node.released:
             own[node.pool_id] = cells
-        elif cells or riders[uid]:
+        elif cells or riders[uid] or node.lingers:
             draining.append(
                 Draining(node.pool_id, cells, holders[uid], riders[uid], node.lingers, node.prefix_len)
             )

@@ -301,6 +301,19 @@ def test_every_cell_has_the_owner_that_computed_it(seed):
         model.every_cell_has_the_owner_that_computed_it()
 
 
+def test_a_pool_that_lingers_is_listed_though_every_cell_of_it_is_its_parents():
+    """It has a sequence id as long as a child of it lives, which may be long; that has to be seen."""
+    tree = PoolTree(3)
+    root = add(tree, "root", 100, uid=1)
+    part = add(tree, "part", 50, uid=2, parent=root, branch_pos=50)
+    add(tree, "child", 70, uid=3, parent=part, branch_pos=30)
+    tree.release(part, lingers=True)
+    owned = attribute(tree.nodes(), sample(140))
+    (rest,) = owned.draining
+    assert (rest.pool_id, rest.cells, rest.holders, rest.lingers) == (part.pool_id, 0, 1, True)
+    assert (owned.dead, owned.unattributed) == (frozenset(), 0)
+
+
 def test_a_pool_that_lingers_is_whole():
     """The engine has all of it, whoever holds how much; it is no ghost that could be forgotten."""
     tree = PoolTree(2)
