@@ -14,14 +14,25 @@ import pytest
 import pytest_asyncio
 
 from e2e.harness import serve
-from e2e.test_correctness import QUESTION, alone, ask, branch, differs, likeliest, root, tokens_of
+from e2e.test_correctness import (
+    QUESTION,
+    alone,
+    ask,
+    branch,
+    differs,
+    likeliest,
+    rides_and_answers_as_alone,
+    root,
+    tokens_of,
+)
 from e2e.tiny_models import adapter, llama, sliding_window
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
+    from collections.abc import AsyncIterator, Callable
     from pathlib import Path
 
     from e2e.harness import Served
+    from e2e.test_correctness import Way
 
 RUN = 64
 """Tokens that are wrong together; attention looks at few of them."""
@@ -75,16 +86,9 @@ async def clean(started: tuple[str, Served]) -> Served:
 
 
 @pytest.mark.parametrize("way", [root, branch], ids=lambda way: way.__name__)
-async def test_an_attached_request_answers_as_one_computed_alone(
-    clean: Served, way: Callable[[Served], Awaitable[tuple[str, list[int]]]]
-) -> None:
+async def test_an_attached_request_answers_as_one_computed_alone(clean: Served, way: Way) -> None:
     """Every token of the pool is reused, every cell accounted for, and the answer is the right one."""
-    pool_id, tokens = await way(clean)
-    prompt = tokens + await tokens_of(clean, QUESTION)
-    shared = await ask(clean, prompt, pool_id=pool_id, session_id="rider")
-    assert shared["timings"]["cache_n"] == len(tokens)
-    assert (await clean.listing())["unattributed_cells"] == 0
-    assert not differs(likeliest(shared), await alone(clean, prompt))
+    await rides_and_answers_as_alone(clean, way)
 
 
 async def test_the_comparison_would_notice_a_wrong_run_of_tokens(clean: Served) -> None:

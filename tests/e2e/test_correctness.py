@@ -8,6 +8,7 @@ model in single precision differs by some thousandths, and a few wrong tokens in
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,7 +19,7 @@ from e2e.test_pools import OTHER, SYSTEM
 from e2e.tiny_models import llama
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
+    from collections.abc import AsyncIterator
     from pathlib import Path
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -139,20 +140,26 @@ async def revived(served: Served) -> tuple[str, list[int]]:
     return made, tokens
 
 
+Way = Callable[["Served"], Awaitable[tuple[str, list[int]]]]
+
+
+async def rides_and_answers_as_alone(served: Served, way: Way) -> None:
+    """Every token of such a pool is reused, every cell accounted for, and the answer is the right one."""
+    pool_id, tokens = await way(served)
+    prompt = tokens + await tokens_of(served, QUESTION)
+    shared = await ask(served, prompt, pool_id=pool_id, session_id="rider")
+    assert shared["timings"]["cache_n"] == len(tokens)
+    assert (await served.listing())["unattributed_cells"] == 0
+    assert not differs(likeliest(shared), await alone(served, prompt))
+
+
 WAYS = [root, extension, branch, grandchild, snapshot, revived]
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-async def test_an_attached_request_answers_as_one_computed_alone(
-    clean: Served, way: Callable[[Served], Awaitable[tuple[str, list[int]]]]
-) -> None:
+async def test_an_attached_request_answers_as_one_computed_alone(clean: Served, way: Way) -> None:
     """Whatever the pool's cells are made of, the first token's distribution is that of a full prefill."""
-    pool_id, tokens = await way(clean)
-    prompt = tokens + await tokens_of(clean, QUESTION)
-    shared = await ask(clean, prompt, pool_id=pool_id, session_id="rider")
-    assert shared["timings"]["cache_n"] == len(tokens)
-    assert (await clean.listing())["unattributed_cells"] == 0
-    assert not differs(likeliest(shared), await alone(clean, prompt))
+    await rides_and_answers_as_alone(clean, way)
 
 
 async def test_a_part_of_a_pool_answers_as_one_computed_alone(clean: Served) -> None:
