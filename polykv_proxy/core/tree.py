@@ -345,12 +345,13 @@ class PoolTree:
         """Forget ghosts by their engine uid.
 
         One that the engine still has to release stays: a request that is on its way may attach until then.
+        So does everything that such a one stands on: its first cells are theirs.
         """
-        dead = {ghost.uid for ghost in self._ghosts if ghost.number not in self._retiring} & uids
-        for ghost in self._ghosts:
-            if ghost.uid in dead:
+        for ghost in sorted(self._ghosts, key=lambda ghost: -ghost.depth()):
+            stood_on = any(child.uid is not None for child in ghost.children)
+            if ghost.uid in uids and ghost.number not in self._retiring and not stood_on:
                 ghost.leave()
-        self._ghosts = [ghost for ghost in self._ghosts if ghost.uid not in dead]
+                self._ghosts.remove(ghost)
 
     def _free_number(self, scope: Scope) -> PoolNumber:
         taken = self.numbers_taken

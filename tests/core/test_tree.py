@@ -141,6 +141,21 @@ def test_a_ghost_that_the_engine_still_has_is_not_dropped():
     assert tree.nodes() == []
 
 
+def test_what_such_a_ghost_stands_on_is_not_dropped_either():
+    """Whoever attaches to it holds its parent's first cells with its own."""
+    tree = PoolTree(2)
+    root = add(tree, [1], uid=1)
+    child = add(tree, [1, 2], uid=2, parent=root, branch_pos=1)
+    for pool in (child, root):
+        tree.release(pool)
+    tree.retire(root.number)
+    tree.drop_ghosts({1, 2})
+    assert tree.nodes() == [child, root]
+    tree.retire(child.number)
+    tree.drop_ghosts({1, 2})
+    assert tree.nodes() == []
+
+
 # -- the engine forgot ------------------------------------------------------------------------------------
 
 
@@ -380,6 +395,7 @@ class TreeAgainstModel:
         self.before = {}  # what those were that are computed again
         self.retiring = []  # numbers that the engine still has to give back
         self.ghosts = {}  # uid -> number at its release
+        self.stands_on = {}  # uid -> uid of the parent whose first cells it holds, None for a root
         self.released = set()
         self.next_uid = 1
 
@@ -413,10 +429,12 @@ class TreeAgainstModel:
         """A content and all below it, by the model."""
         return [content, *(each for child in self.children(content) for each in self.below(child))]
 
-    def uid(self):
+    def uid(self, parent):
         """One that none had before."""
         self.next_uid += 1
-        return PoolUid(self.next_uid - 1)
+        uid = PoolUid(self.next_uid - 1)
+        self.stands_on[uid] = None if parent is None else parent.uid
+        return uid
 
     def haunt(self, pool):
         """A pool's cells outlive it."""
@@ -479,7 +497,7 @@ class TreeAgainstModel:
             return
         pool = self.pool(content)
         if works:
-            self.tree.ready(pool, self.uid())
+            self.tree.ready(pool, self.uid(pool.parent))
             self.alive[content] = ("resident", parent, branch_pos)
             return
         self.tree.failed(pool, retire=unsure)
@@ -507,11 +525,11 @@ class TreeAgainstModel:
         if wanted and not self.holds_number(content):
             pool = self.enter(content, below, branch_pos, number=number)
             assert pool.number == number
-            self.tree.ready(pool, self.uid())
+            self.tree.ready(pool, self.uid(pool.parent))
             self.before.pop(content, None)
             self.alive[content] = ("resident", *self.alive[content][1:])
             return
-        uid = self.uid()
+        uid = self.uid(below)
         place = {"scope": SCOPE, "number": number, "uid": uid, "parent": below, "branch_pos": branch_pos}
         self.tree.add_ghost(content_id(spelled(content)), spelled(content), **place)
         self.ghosts[uid] = number
@@ -579,11 +597,12 @@ class TreeAgainstModel:
         self.tree.retire(number)
 
     def nobody_holds(self):
-        """The engine shows no holder of some ghosts: those go whose numbers are back."""
+        """The engine shows no holder of some ghosts: those go whose numbers are back, and nobody's parents."""
         uids = {uid for uid in self.ghosts if self.dice.random() < 0.5}
         self.tree.drop_ghosts(uids)
-        for uid in uids:
-            if self.ghosts[uid] not in self.retiring:
+        for uid in sorted(uids, reverse=True):  # children came later than their parents
+            nodes = {*self.ghosts, *(pool.uid for pool in self.tree if pool.resident)}
+            if self.ghosts[uid] not in self.retiring and uid not in {self.stands_on[each] for each in nodes}:
                 del self.ghosts[uid]
 
     def lose_all(self):
