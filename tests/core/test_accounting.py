@@ -165,7 +165,6 @@ class CellsAgainstModel:
             del self.pools[pool.uid]
             self.tree.retire(pool.number)
 
-
     def compute(self, name, length, parent, branch_pos, uid):
         """A pool in tree and engine."""
         above = [] if parent is None else self.pools[parent.uid][:branch_pos]

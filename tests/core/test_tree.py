@@ -597,7 +597,7 @@ class TreeAgainstModel:
         self.tree.retire(number)
 
     def nobody_holds(self):
-        """The engine shows no holder of some ghosts: those go whose numbers are back, and nobody's parents."""
+        """The engine shows no holder of some ghosts. Those go whose numbers are back, children first."""
         uids = {uid for uid in self.ghosts if self.dice.random() < 0.5}
         self.tree.drop_ghosts(uids)
         for uid in sorted(uids, reverse=True):  # children came later than their parents

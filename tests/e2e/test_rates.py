@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+from bisect import bisect_right
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, product
+from statistics import fmean
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -25,11 +27,10 @@ STEADY_AFTER = 64
 """Tokens after which a rate is looked at."""
 
 WITHIN = 0.10
-STEADY = 1.3
-"""Most by which one window of a part may be faster than another."""
-
-WINDOW_S = 2.0
-"""An estimate looks so far back. Where speed swings, its mean lies within what such windows show."""
+LOOKS_BACK_S = (0.25, 0.5, 1.0, 2.0, 4.0)
+LATE_S = (0.0, 0.25, 0.5)
+"""A rate weighs the time behind it, the more the nearer: it is a mean of plain looks back of such lengths. It
+is so much late: the engine is looked at a few times a second, and its documents are sent."""
 
 PROMPT = "Count from 1 to 1000, one number in each line, without stopping."
 VARIANTS = [(api, stream) for api in ("chat", "anthropic", "responses") for stream in (True, False)]
@@ -58,6 +59,41 @@ def request_of(api: str, *, stream: bool, tokens: int = TOKENS) -> tuple[str, di
     return "/v1/chat/completions", {**body, "ignore_eos": True}
 
 
+class Course:
+    """How many tokens there had been, at any time.
+
+    Args:
+        known: moments, and tokens until then; between two of them they come evenly.
+    """
+
+    def __init__(self, known: list[tuple[float, float]]) -> None:
+        self._at, self._tokens = zip(*known, strict=True)
+
+    def until(self, at: float) -> float:
+        """Tokens until a moment."""
+        after = min(max(1, bisect_right(self._at, at)), len(self._at) - 1)
+        (before_s, before), (after_s, then) = (
+            (self._at[index], self._tokens[index]) for index in (after - 1, after)
+        )
+        return before + (then - before) * min(1.0, max(0.0, (at - before_s) / (after_s - before_s)))
+
+    def began(self) -> float:
+        """The last moment without any token."""
+        return self._at[max(0, bisect_right(self._tokens, self._tokens[0]) - 1)]
+
+    def seen_from(self, begin: float, end: float) -> tuple[float, float]:
+        """Least and most that looks back from all moments between these two show on the average."""
+        moments = [begin + (end - begin) * (index + 0.5) / 200 for index in range(200)]
+        means = []
+        for back_s, late_s in product(LOOKS_BACK_S, LATE_S):
+            rates = []
+            for at in moments:
+                since = max(self.began(), at - late_s - back_s)
+                rates.append((self.until(at - late_s) - self.until(since)) / (at - late_s - since))
+            means.append(fmean(rates))
+        return min(means), max(means)
+
+
 @dataclass
 class Seen:
     """What one client saw."""
@@ -66,6 +102,10 @@ class Seen:
     arrivals: list[float] = field(default_factory=list)
     """Of each piece of text."""
     done_at: float = 0.0
+
+    def course(self) -> Course:
+        """Tokens, by when they came."""
+        return Course([(at, float(count)) for count, at in enumerate(self.arrivals)])
 
 
 async def run(served: Served, name: str, api: str, *, stream: bool, tokens: int = TOKENS) -> Seen:
@@ -130,24 +170,14 @@ class Watch:
                 area, time = area + shown * held, time + held
         return area / time
 
-    def generated(self, begin: float, end: float, slot: int | None = None) -> float:
-        """Tokens a second of a slot, or of all, from the engine's counters."""
-        within = [
-            (at, sum(each["n_gen_total"] for each in document["slots"] if slot in (None, each["id"])))
-            for at, document in self.counters
-            if begin <= at <= end
-        ]
-        (first_at, first), (last_at, last) = within[0], within[-1]
-        return (last - first) / (last_at - first_at)
-
-    def swing(self, begin: float, end: float, slot: int | None = None) -> tuple[float, float]:
-        """Slowest and fastest window of ``WINDOW_S`` that an estimate may have looked at."""
-        rates = []
-        for at, _ in self.counters:
-            seen = [when for when, _ in self.counters if at <= when <= at + WINDOW_S]
-            if begin - WINDOW_S <= at <= end - WINDOW_S / 2 and len(seen) > 2:
-                rates.append(self.generated(at, at + WINDOW_S, slot))
-        return min(rates), max(rates)
+    def course(self, slot: int | None = None) -> Course:
+        """Tokens of a slot, or of all, by the engine's counters."""
+        return Course(
+            [
+                (at, sum(each["n_gen_total"] for each in document["slots"] if slot in (None, each["id"])))
+                for at, document in self.counters
+            ]
+        )
 
     def steady(self, sessions: int) -> float:
         """When so many slots were at work and each had generated ``STEADY_AFTER`` tokens."""
@@ -183,12 +213,6 @@ async def measured(served: Served, *variants: tuple[str, bool]) -> tuple[Watch, 
     return watch, list(seen)
 
 
-def client_rate(seen: Seen, begin: float, end: float) -> float:
-    """Tokens a second that a client counted."""
-    within = [at for at in seen.arrivals if begin <= at <= end]
-    return (len(within) - 1) / (within[-1] - within[0])
-
-
 async def slots_of(served: Served) -> dict[str, int]:
     """Where each session is."""
     listed = (await served.http.get("/polykv/sessions")).json["sessions"]
@@ -203,16 +227,15 @@ class Part:
     seen: list[Seen]
     begin: float
     end: float
-    steady: bool
-    """Whether the machine was: others may take its cores away."""
 
-    def agree(self, reported: float, counted: float, slot: int | None = None) -> None:
-        """What was reported is what was counted, or lies within the machine's swings.
+    def agree(self, reported: float, course: Course) -> None:
+        """What was reported is what was counted.
 
-        Where speed swings, a mean of looks back is no mean of the time itself.
+        A mean of looks back is no mean of the time itself where the speed changes, as it does on a machine
+        whose cores others take away: what it may be is computed from what was counted.
         """
-        low, high = (counted, counted) if self.steady else self.watch.swing(self.begin, self.end, slot)
-        print(f"reported {reported:.2f}, counted {counted:.2f}, between {low:.2f} and {high:.2f}")
+        low, high = course.seen_from(self.begin, self.end)
+        print(f"reported {reported:.2f}, counted {low:.2f} to {high:.2f}")
         assert low * (1 - WITHIN) <= reported <= high * (1 + WITHIN)
 
 
@@ -220,19 +243,14 @@ async def check(served: Served, part: Part) -> None:
     """What was reported of each session is what its client got, or what its slot did."""
     where = await slots_of(served)
     for each in part.seen:
-        if each.arrivals:
-            counted = client_rate(each, part.begin, part.end)
-        else:
-            counted = part.watch.generated(part.begin, part.end, where[each.name])
-        part.agree(part.watch.reported(each.name, part.begin, part.end), counted, where[each.name])
+        course = each.course() if each.arrivals else part.watch.course(where[each.name])
+        part.agree(part.watch.reported(each.name, part.begin, part.end), course)
 
 
 async def steadily(served: Served, *variants: tuple[str, bool]) -> Part:
     """Requests side by side, and the part of their time in which each has its first tokens behind it."""
     watch, seen = await measured(served, *variants)
-    begin, end = watch.steady(len(variants)), min(each.done_at for each in seen) - 0.1
-    low, high = watch.swing(begin, end)
-    return Part(watch, seen, begin, end, steady=high < STEADY * low)
+    return Part(watch, seen, watch.steady(len(variants)), min(each.done_at for each in seen) - 0.1)
 
 
 @pytest.mark.parametrize(("api", "stream"), VARIANTS)
@@ -253,9 +271,8 @@ async def test_four_sessions_are_told_theirs(proxy: Served, variants: list[tuple
     part = await steadily(proxy, *variants)
     await check(proxy, part)
     watch, begin, end = part.watch, part.begin, part.end
-    counted = watch.generated(begin, end)
-    part.agree(watch.mean("aggregate_tps", begin, end), counted)
-    part.agree(sum(watch.reported(each.name, begin, end) for each in part.seen), counted)
+    part.agree(watch.mean("aggregate_tps", begin, end), watch.course())
+    part.agree(sum(watch.reported(each.name, begin, end) for each in part.seen), watch.course())
     warming = 0
     for _, document in watch.documents:
         known = [each["tps_ewma"] for each in document["sessions"] if each["tps_ewma"] is not None]
@@ -362,14 +379,10 @@ async def test_a_stock_engine_tells_enough(tmp_path: Any, stock: Any, smollm: An
         watcher.cancel()
         begin, end = seen.arrivals[STEADY_AFTER], seen.arrivals[-1]
         reported = watch.reported("stock", begin, end)
-        windows = [
-            sum(at <= each <= at + WINDOW_S for each in seen.arrivals) / WINDOW_S
-            for at in seen.arrivals
-            if begin - WINDOW_S <= at <= end - WINDOW_S
-        ]
-        print(f"stock: reported {reported:.2f}, between {min(windows):.2f} and {max(windows):.2f}")
+        low, high = seen.course().seen_from(begin, end)
+        print(f"stock: reported {reported:.2f}, counted {low:.2f} to {high:.2f}")
         # a token's time is known only as that of the look which saw it
-        assert min(windows) * (1 - 2 * WITHIN) <= reported <= max(windows) * (1 + 2 * WITHIN)
+        assert low * (1 - 2 * WITHIN) <= reported <= high * (1 + 2 * WITHIN)
         path, body = request_of("chat", stream=False, tokens=60)
         answer = (await served.http.post(path, {**body, "session_id": "plain"})).json
         told, whole = answer["opencoti"]["session_tps"], answer["timings"]["predicted_per_second"]
