@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from polykv_proxy.core.records import ClientNames
 from polykv_proxy.core.types import Scope
 
 if TYPE_CHECKING:
@@ -47,6 +48,11 @@ OUR_HEADER_PREFIX = b"x-polykv-"
 _IS_OURS = re.compile(OUR_HEADER_PREFIX).match
 
 _SESSION_NAMES = frozenset(SESSION_HEADERS)
+
+_TRACEPARENT = re.compile(
+    rb"(?!ff)[0-9a-f]{2}-(?P<trace>(?!0{32})[0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(-.*)?"
+)
+"""A later version may go on with more."""
 
 _METADATA_KEYS = ("session_id", "thread_id", "conversation_id")
 
@@ -117,10 +123,18 @@ def session_name(head: RequestHead, field: str | None, metadata: bytes | None) -
     return _from_metadata(metadata) if metadata else None
 
 
-def client_request_id(head: RequestHead) -> str | None:
-    """What the client calls this request: ``X-Request-Id``, where it is fit for a record."""
-    value = head.get_text(b"x-request-id")
-    return None if value is None else _clean(value)
+def names_of(head: RequestHead) -> ClientNames:
+    """What the client calls this request.
+
+    ``X-Request-Id``, where it is fit for a record, and the trace id of ``traceparent`` (W3C Trace Context,
+    3.2.2), where it is one.
+    """
+    value, parent = head.get_text(b"x-request-id"), head.get(b"traceparent")
+    found = None if parent is None else _TRACEPARENT.fullmatch(parent)
+    return ClientNames(
+        None if value is None else _clean(value),
+        None if found is None else found["trace"].decode("ascii"),
+    )
 
 
 def _from_metadata(raw: bytes) -> str | None:

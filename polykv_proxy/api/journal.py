@@ -9,7 +9,10 @@ from __future__ import annotations
 import asyncio
 from array import array
 from time import monotonic
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
+
+import structlog
+from structlog.contextvars import bind_contextvars, reset_contextvars
 
 from polykv_proxy.api import outline as outlines
 from polykv_proxy.api.answer import Usage
@@ -18,13 +21,14 @@ from polykv_proxy.api.recall import of_links
 from polykv_proxy.core.divergence import Cause, Divergence, Now, diagnose, fell_short, refined
 from polykv_proxy.core.outlines import Outline, is_related
 from polykv_proxy.core.past import Past
-from polykv_proxy.core.records import RecordBook, RequestState
+from polykv_proxy.core.records import NAMELESS, RecordBook, RequestState
 from polykv_proxy.core.types import agreement
 from polykv_proxy.engine.overflow import TYPE as OVERFLOW
 from polykv_proxy.errors import PolyKVError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Mapping
+    from contextvars import Token
     from types import TracebackType
 
     from polykv_proxy.api.asked import Asked
@@ -32,13 +36,39 @@ if TYPE_CHECKING:
     from polykv_proxy.api.overflow import Overflows
     from polykv_proxy.api.recall import Candidate, Recall
     from polykv_proxy.core.decisions import AttachPlan, Lease
-    from polykv_proxy.core.records import RequestRecord
+    from polykv_proxy.core.records import ClientNames, RequestRecord
     from polykv_proxy.core.tally import Took
     from polykv_proxy.core.types import Scope, Tokens
 
 
+log = structlog.get_logger(__name__)
+
+_IDS = ("request_id", "x_request_id", "trace_id")
+"""What every line of the log has that is written on a request's behalf."""
+
+_WHERE = ("path", "engine", "slot", "session_id", "continued", "pool_id", "error_code")
+_TOKENS = ("planned_tokens", "prompt_tokens", "cached_tokens", "generated_tokens")
+"""What the line at its end has besides."""
+
+
+def _known(record: RequestRecord, names: Iterable[str]) -> dict[str, Any]:
+    """Those members of a record that are known."""
+    return {name: value for name in names if (value := getattr(record, name)) is not None}
+
+
+def _logged(record: RequestRecord) -> dict[str, Any]:
+    """What became of a request, for the log."""
+    times = {"ttft_ms": record.ttft_s, "duration_ms": record.duration_s}
+    told = {name: round(1000.0 * seconds, 3) for name, seconds in times.items() if seconds is not None}
+    cause = None if record.divergence is None else record.divergence.cause.value
+    seen = {"state": record.state.value} | _known(record, (*_WHERE, *_TOKENS)) | told
+    return seen if cause is None else seen | {"divergence": cause}
+
+
 class Entry:
     """One request's record while the request is on its way; a context manager around all of it.
+
+    What is logged meanwhile on its behalf has its ids, and its end is logged.
 
     Attributes:
         record: what is kept of it.
@@ -53,6 +83,7 @@ class Entry:
         "_divergence",
         "_explained",
         "_family",
+        "_ids",
         "_kept",
         "_lease",
         "_own_outline",
@@ -80,8 +111,10 @@ class Entry:
         self._divergence: Divergence | None = None
         self._explained = False
         self._kept = False
+        self._ids: Mapping[str, Token[Any]] = {}
 
     def __enter__(self) -> Self:
+        self._ids = bind_contextvars(**_known(self.record, _IDS))
         return self
 
     def __exit__(
@@ -97,6 +130,8 @@ class Entry:
             self.failed(PolyKVError.code)
         self.record.duration_s = monotonic() - self._arrived_at
         self._close()
+        log.info("request", **_logged(self.record))
+        reset_contextvars(**self._ids)
 
     # -- on its way --------------------------------------------------------------------------------------
 
@@ -113,7 +148,7 @@ class Entry:
     ) -> None:
         """The request goes to the engine now; what its conversation holds is looked at before it changes."""
         record = self.record
-        record.engine = recall.engine
+        record.engine, record.slot = recall.engine, lease.slots[0]
         record.continued, record.pool_unknown = lease.continues, pool_unknown
         if plan is not None:
             record.pool_id, record.planned_tokens = plan.pool.pool_id, plan.tokens
@@ -300,6 +335,6 @@ class Journal:
         self._now_ts = now_ts
         self.book = RecordBook(keep, f"{int(now_ts()):x}")
 
-    def open(self, path: str, scope: Scope, x_request_id: str | None = None) -> Entry:
+    def open(self, path: str, scope: Scope, names: ClientNames = NAMELESS) -> Entry:
         """A request arrived."""
-        return Entry(self.book.begin(path, scope, self._now_ts(), x_request_id))
+        return Entry(self.book.begin(path, scope, self._now_ts(), names))

@@ -76,9 +76,11 @@ def request_view(record: RequestRecord) -> shapes_kept.Request:
     return {
         "request_id": record.request_id,
         "x_request_id": record.x_request_id,
+        "trace_id": record.trace_id,
         "session_id": record.session_id,
         "path": record.path,
         "engine": record.engine,
+        "slot": record.slot,
         "state": record.state.value,
         "error_code": record.error_code,
         "started_ts": record.started_ts,

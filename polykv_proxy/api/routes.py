@@ -22,7 +22,7 @@ import msgspec
 from polykv_proxy.api import asked as asking
 from polykv_proxy.api import status, tps
 from polykv_proxy.api.families import INFERENCE, SPREADING, Dialect, Family
-from polykv_proxy.api.identity import client_request_id, our_headers, scope_of, session_name, without_ours
+from polykv_proxy.api.identity import names_of, our_headers, scope_of, session_name, without_ours
 from polykv_proxy.api.placement import Placement
 from polykv_proxy.core.slots import Ask
 from polykv_proxy.core.types import SlotId
@@ -185,7 +185,7 @@ class Routes:
         """A request that runs in a slot: read it, choose its engine, have it answered there."""
         head = exchange.head
         scope = scope_of(head, shared=self._shared)
-        with self._journal.open(head.path, scope, client_request_id(head)) as entry:
+        with self._journal.open(head.path, scope, names_of(head)) as entry:
             body = await exchange.read_body(self._max_body_bytes)
             asked = asking.read(body, family, our_headers(head), mask=self._advice.masks)
             if asked.masked:

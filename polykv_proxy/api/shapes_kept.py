@@ -100,9 +100,11 @@ class Request(TypedDict):
 
     request_id: str
     x_request_id: Annotated[str | None, says("What the client called it.")]
+    trace_id: Annotated[str | None, says("Of the client's `traceparent`.")]
     session_id: str | None
     path: str
     engine: str | None
+    slot: Annotated[int | None, says("Where it ran; of several, the first.")]
     state: Annotated[str, one_of(RequestState)]
     error_code: str | None
     started_ts: float

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NewType
 
 if TYPE_CHECKING:
     from polykv_proxy.core.divergence import Divergence
-    from polykv_proxy.core.types import PoolId, Scope, SessionId
+    from polykv_proxy.core.types import PoolId, Scope, SessionId, SlotId
 
 RequestId = NewType("RequestId", str)
 """One request at the proxy."""
@@ -38,6 +38,17 @@ class RequestState(StrEnum):
     """It was refused or broke off; ``error_code`` says why."""
 
 
+@dataclass(frozen=True, slots=True)
+class ClientNames:
+    """What a client calls a request."""
+
+    x_request_id: str | None = None
+    trace_id: str | None = None
+
+
+NAMELESS = ClientNames()
+
+
 @dataclass(slots=True, eq=False)
 class RequestRecord:
     """One request."""
@@ -48,10 +59,14 @@ class RequestRecord:
     started_ts: float
     x_request_id: str | None = None
     """What its client calls it."""
+    trace_id: str | None = None
+    """The distributed trace that it is part of."""
     state: RequestState = RequestState.RUNNING
     error_code: str | None = None
     engine: str | None = None
     """Name of the engine that it was sent to."""
+    slot: SlotId | None = None
+    """The slot that it ran in; of several, the first."""
     session_id: SessionId | None = None
     continued: bool | None = None
     """Whether it was sent to the slot that held its conversation; None: it was not sent."""
@@ -102,18 +117,20 @@ class RecordBook:
     def __len__(self) -> int:
         return len(self._records)
 
-    def begin(self, path: str, scope: Scope, now_ts: float, x_request_id: str | None = None) -> RequestRecord:
+    def begin(self, path: str, scope: Scope, now_ts: float, names: ClientNames = NAMELESS) -> RequestRecord:
         """A request arrived.
 
         Args:
             path: as the client wrote it.
             scope: whose it is.
             now_ts: epoch seconds.
-            x_request_id: what its client calls it.
+            names: what its client calls it.
         """
         self._count += 1
         request_id = RequestId(f"req-{self._run}-{self._count}")
-        record = RequestRecord(request_id, scope, path[:PATH_CHARS], now_ts, x_request_id)
+        record = RequestRecord(
+            request_id, scope, path[:PATH_CHARS], now_ts, names.x_request_id, names.trace_id
+        )
         if self._keep:
             self._records[request_id] = record
             if len(self._records) > self._keep:
@@ -139,7 +156,7 @@ class RecordBook:
             scope: None sees all.
             session_id: only those of this session, and of conversations that run under its name beside it
                 (``id#2`` and so on); None: of all.
-            request_id: only those with this id, ours or the client's own; None: all.
+            request_id: only those with this id, ours or the client's own, or of this trace; None: all.
             limit: at most so many.
         """
         seen = (
@@ -147,7 +164,7 @@ class RecordBook:
             for record in reversed(self._records.values())
             if scope in (None, record.scope)
             and _is_of(record.session_id, session_id)
-            and request_id in (None, record.request_id, record.x_request_id)
+            and request_id in (None, record.request_id, record.x_request_id, record.trace_id)
         )
         return list(islice(seen, limit))
 

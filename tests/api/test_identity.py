@@ -4,7 +4,15 @@ import json
 
 import pytest
 
-from polykv_proxy.api.identity import our_headers, scope_of, scope_of_keys, session_name, without_ours
+from polykv_proxy.api.identity import (
+    names_of,
+    our_headers,
+    scope_of,
+    scope_of_keys,
+    session_name,
+    without_ours,
+)
+from polykv_proxy.core.records import ClientNames
 from polykv_proxy.edge.parse import parse_request_head
 
 
@@ -93,3 +101,30 @@ def test_our_headers_are_told_from_the_rest():
     fields = head(b"X-PolyKV-Pool: p", b"x-polykv-slot: 3", b"X-Other: o")
     assert our_headers(fields) == {"x-polykv-pool": "p", "x-polykv-slot": "3"}
     assert without_ours(fields) == [(b"Host", b"h"), (b"X-Other", b"o")]
+
+
+TRACE = b"4bf92f3577b34da6a3ce929d0e0e4736"
+
+
+@pytest.mark.parametrize(
+    ("parent", "found"),
+    [
+        (b"00-" + TRACE + b"-00f067aa0ba902b7-01", TRACE.decode()),
+        (b"cc-" + TRACE + b"-00f067aa0ba902b7-01-what-the-future-will-be-like", TRACE.decode()),
+        (b"00-" + TRACE.upper() + b"-00f067aa0ba902b7-01", None),
+        (b"ff-" + TRACE + b"-00f067aa0ba902b7-01", None),
+        (b"00-" + b"0" * 32 + b"-00f067aa0ba902b7-01", None),
+        (b"00-" + TRACE + b"-0000000000000000-01", None),
+        (b"00-" + TRACE + b"-00f067aa0ba902b7-01x", None),
+        (b"", None),
+    ],
+)
+def test_a_trace_is_known_by_its_id(parent, found):
+    """The valid and invalid forms that W3C Trace Context names; later versions may go on."""
+    assert names_of(head(b"traceparent: " + parent)).trace_id == found
+
+
+def test_a_request_need_not_have_names():
+    """A client that says nothing calls it nothing."""
+    assert names_of(head()) == ClientNames(None, None)
+    assert names_of(head(b"X-Request-Id: r-1")) == ClientNames("r-1", None)

@@ -1,16 +1,20 @@
 """Claims about ``api.requests``: the routes, and what whose key may see."""
 
 import pytest
+from structlog.contextvars import merge_contextvars
+from structlog.testing import capture_logs
 
-from api.rig import CHAT, chat
+from api.rig import CHAT, chat, until
 
 KEYS = {"Authorization": "Bearer mine"}
 MEMBERS = {
     "request_id",
     "x_request_id",
+    "trace_id",
     "session_id",
     "path",
     "engine",
+    "slot",
     "state",
     "error_code",
     "started_ts",
@@ -88,6 +92,46 @@ async def test_from_an_answer_to_its_record(rig):
     assert await listed(rig, f"?request_id={block['request_id']}") == [named[1]]
     assert (await listed(rig))[0]["x_request_id"] is None
     assert await listed(rig, "?request_id=other") == []
+
+
+async def test_a_trace_leads_to_its_records(rig):
+    """By its id in ``traceparent``; that field goes on to the engine."""
+    trace = "4bf92f3577b34da6a3ce929d0e0e4736"
+    await rig.ask(CHAT, chat("hi"), traceparent=f"00-{trace}-00f067aa0ba902b7-01")
+    await rig.ask(CHAT, chat("hi"))
+    (record,) = await listed(rig, f"?request_id={trace}")
+    assert record["trace_id"] == trace
+    assert record == (await listed(rig))[1]
+
+
+async def test_every_request_is_a_line_of_the_log(rig):
+    """With its ids and what became of it, but nothing that was said; no line has another request's ids."""
+    with capture_logs([merge_contextvars]) as lines:
+        await rig.ask(CHAT, chat("a secret", session_id="a"), X_Request_Id="mine")
+        assert (await rig.ask(CHAT, chat("a secret", shared_prefix_n_tokens="x"))).status == 400
+        rig.engine.gate.clear()
+        leaver = rig.start(CHAT, chat("a secret", session_id="b"))
+        await until(lambda: rig.engine.running == 1)
+        leaver.cancel()
+        await until(lambda: len([line for line in lines if line["event"] == "request"]) == 3)
+        rig.engine.gate.set()
+    done, refused, left = (line for line in lines if line["event"] == "request")
+    records = [record["request_id"] for record in reversed(await listed(rig))]
+    assert [line["request_id"] for line in (done, refused, left)] == records
+    assert (done["x_request_id"], done["session_id"], done["state"], done["slot"]) == ("mine", "a", "done", 0)
+    first = (await listed(rig))[-1]
+    for member in ("prompt_tokens", "cached_tokens", "generated_tokens", "duration_ms"):
+        assert done[member] == first[member] is not None
+    assert done["divergence"] == "new_session"
+    assert (refused["state"], refused["error_code"], refused["log_level"]) == (
+        "failed",
+        "invalid_request",
+        "info",
+    )
+    assert (left["state"], left["session_id"]) == ("cancelled", "b")
+    for line in (refused, left):
+        assert not {"x_request_id", "trace_id", "generated_tokens"} & line.keys()
+    assert "a secret" not in str(lines)
 
 
 async def test_what_is_no_name_is_not_kept(rig):
