@@ -56,7 +56,7 @@ class Reporting:
         work.entry.answered(usage, result.error)
         if result.completed and usage.generated_tokens is not None and work.asked.completions == 1:
             runtime.plane.cells.on_answer(work.lease, usage.generated_tokens)
-        self.tell(work, usage)
+        self.tell(work, usage, whole=result.completed)
         if plan is None:
             return
         cached = usage.cached_tokens
@@ -75,15 +75,21 @@ class Reporting:
         if work.asked.stream and tail is not None and tail.began_at is not None:
             work.entry.first_token(tail.began_at - work.exchange.arrived_at)
 
-    def tell(self, work: Work, usage: Usage) -> None:
-        """The answer's own account of itself goes to its session; telling it again changes nothing."""
+    def tell(self, work: Work, usage: Usage, *, whole: bool = False) -> None:
+        """The answer's own account of itself goes to its session; telling it again changes nothing.
+
+        Args:
+            work: the request.
+            usage: what the engine says that it took.
+            whole: whether it says no more; some APIs never say how long it took.
+        """
         lease = work.lease
         several = work.asked.completions != 1 or work.asked.many_prompts
         if lease is None or lease.session is None or work.told or several:
             return
         if usage.context_tokens is not None:
             lease.session.context_tokens = lease.context_tokens = usage.context_tokens
-        if usage.generated_tokens is not None and usage.decode_s is not None:
+        if usage.generated_tokens is not None and (whole or usage.decode_s is not None):
             self._runtime.plane.on_answer(lease, usage.generated_tokens, usage.decode_s)
             work.told = True
 

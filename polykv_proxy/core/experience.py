@@ -72,16 +72,19 @@ class Experience:
 
         return self.book.on_reading(reading, rate_of)
 
-    def on_answer(self, lease: Lease, generated: int, seconds: float, *, pinned: bool) -> None:
+    def on_answer(self, lease: Lease, generated: int, seconds: float | None, *, pinned: bool) -> None:
         """The engine's own account of an answer, where the answer carries one.
 
         Args:
             lease: the request.
             generated: tokens of the answer.
-            seconds: from its first to its last.
+            seconds: from its first to its last; None: it does not say.
             pinned: whether it runs in the lease's first slot; otherwise the engine chose one.
         """
         if lease.session is None:
+            return
+        self.stock.on_answer(lease, generated)
+        if seconds is None:
             return
         slot = lease.slots[0] if pinned else self.stock.slot_of(lease.lease_id)
         rest = max(0, generated - 1)
@@ -89,7 +92,6 @@ class Experience:
             self.book.on_answer(slot, lease.lease_id, lease.session.rate, rest, seconds)
         elif rest and seconds > 0.0:
             lease.session.rate.add(rest, seconds)
-        self.stock.on_answer(lease.lease_id, generated)
 
 
 def reading_of(sample: EngineSample) -> Reading:

@@ -213,8 +213,8 @@ class ControlPlane:
         pinned = self.capability is not Capability.RELAY
         return self.experience.on_stock_slots(slots, tuple(self.leases), now, pinned=pinned)
 
-    def on_answer(self, lease: Lease, generated: int, seconds: float) -> None:
-        """An answer tells that so many tokens came, the last of them ``seconds`` after the first."""
+    def on_answer(self, lease: Lease, generated: int, seconds: float | None) -> None:
+        """An answer tells that so many tokens came, the last ``seconds`` after the first (None: unknown)."""
         if not lease.ended:
             pinned = self.capability is not Capability.RELAY
             self.experience.on_answer(lease, generated, seconds, pinned=pinned)

@@ -144,6 +144,8 @@ class Reading:
     slots: tuple[SlotReading, ...]
     exact: bool = True
     """Whether ``last_token_at`` is when the token came, not when it was seen."""
+    unseen: int = 0
+    """Tokens of answers that were over before anybody looked; in no slot's ``generated``."""
 
 
 RateOf: TypeAlias = "Callable[[SlotReading], DecodeRate | None]"
@@ -185,6 +187,8 @@ class RateBook:
     taken_at: float | None = None
     """Monotonic seconds of the last reading."""
     _exact: bool = True
+    _unseen: int = 0
+    """Those of the last reading."""
     _slots: dict[SlotId, _Slot] = field(default_factory=dict)
     _settled: dict[SlotId, int] = field(default_factory=dict)
     """Leases whose answers were accounted for at their ends."""
@@ -197,7 +201,7 @@ class RateBook:
         self._slots.clear()
         self._settled.clear()
         self._window.clear()
-        self.taken_at = None
+        self.taken_at, self._unseen = None, 0
 
     def on_down(self) -> None:
         """The engine is gone, and nobody waits for its tokens any more."""
@@ -229,7 +233,8 @@ class RateBook:
             if gap is not None:
                 gaps.append(gap)
             slot.last = now
-        self.taken_at, self._exact = reading.taken_at, reading.exact
+        self.generated_total += reading.unseen - self._unseen
+        self.taken_at, self._exact, self._unseen = reading.taken_at, reading.exact, reading.unseen
         self._slide(reading.clock_s)
         return Progress(
             self.generated_total - before[0],

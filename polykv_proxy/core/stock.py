@@ -5,6 +5,8 @@ and forgets the count when the task ends, so what came after the last look is kn
 Rule 2: such an engine does not say whose a task is. A task belongs to the request that was pinned to its
 slot; where requests cannot be pinned, to the only one without a partner, if it is the only such task itself.
 Either way the task was not there before the request; nothing is guessed.
+Rule 3: an answer that came and went between two looks counts as it says itself, but for one that may be that
+of a task whose request is not known: what that was seen to reach is counted.
 """
 
 from __future__ import annotations
@@ -53,16 +55,26 @@ class _Kept:
     cached: int = 0
     last_token_at: float = 0.0
 
+    def is_anybodys(self, lease: Lease) -> bool:
+        """Whether it shows tokens of a request that is not known, and may be this one."""
+        return not self.tag and self.generated > 0 and self.since > lease.granted_at
+
 
 class StockCounters:
     """The totals of all slots."""
 
     def __init__(self) -> None:
         self._slots: dict[SlotId, _Kept] = {}
+        self._unseen = 0
+        """Tokens of answers that no look showed."""
+        self._told: set[LeaseId] = set()
+        """Requests whose answers told, as long as they are running."""
 
     def reset(self) -> None:
         """The engine was started again."""
         self._slots.clear()
+        self._told.clear()
+        self._unseen = 0
 
     def look(
         self, slots: Iterable[SlotLook], running: Collection[Lease], now: float, *, pinned: bool = False
@@ -76,6 +88,8 @@ class StockCounters:
             pinned: whether the leases' slots are those that the engine runs them in.
         """
         shown = list(slots)
+        self._told &= {lease.lease_id for lease in running}
+        running = [lease for lease in running if lease.lease_id not in self._told]
         for slot in shown:
             self._take(slot, now)
         (self._assign if pinned else self._match)(shown, running)
@@ -93,7 +107,7 @@ class StockCounters:
             for slot in shown
             for kept in (self._slots[slot.slot],)
         )
-        return Reading(taken_at=now, clock_s=now, slots=readings, exact=False)
+        return Reading(taken_at=now, clock_s=now, slots=readings, exact=False, unseen=self._unseen)
 
     def slot_of(self, lease: LeaseId) -> SlotId | None:
         """The slot in which a request is known to run, or to have run last."""
@@ -104,12 +118,17 @@ class StockCounters:
         kept = self._slots.get(slot)
         return 0 if kept is None else kept.tag
 
-    def on_answer(self, lease: LeaseId, generated: int) -> None:
-        """A request's answer told how many tokens it has."""
-        number = self.slot_of(lease)
+    def on_answer(self, lease: Lease, generated: int) -> None:
+        """A request's answer told how many tokens it has; telling it again changes nothing."""
+        if not self._slots or lease.lease_id in self._told:
+            return  # nobody looks at the slots, or it is known
+        self._told.add(lease.lease_id)
+        number = self.slot_of(lease.lease_id)
         if number is not None:
             kept = self._slots[number]
             kept.generated = max(kept.generated, generated)
+        elif not any(kept.is_anybodys(lease) for kept in self._slots.values()):
+            self._unseen += generated  # rule 3
 
     def _take(self, slot: SlotLook, now: float) -> None:
         kept = self._slots.get(slot.slot)

@@ -120,6 +120,20 @@ def test_without_the_patch(session):
     assert session.rate.tps == before
 
 
+def test_an_answer_that_does_not_say_how_long_it_took_counts_all_the_same(session):
+    """It says nothing of a rate."""
+    experience = Experience()
+    idle = SlotLook(slot=SlotId(0), working=False)
+    experience.on_stock_slots([idle], [], 0.0)
+    lease = Lease(LeaseId(5), (SlotId(0),), session, continues=False, granted_at=0.5)
+    experience.on_answer(lease, 9, None, pinned=False)
+    assert experience.on_stock_slots([idle], [lease], 1.0).generated == 9
+    assert (session.rate.warm, experience.book.generated_total) == (False, 9)
+    experience.reset()
+    experience.on_stock_slots([idle], [], 2.0)
+    assert experience.book.generated_total == 9, "totals go on"
+
+
 def test_what_an_answer_tells_of_a_stock_engine_has_no_gaps(session):
     """Tokens that came after the last look are counted; how long after one another nobody saw."""
     experience = Experience()

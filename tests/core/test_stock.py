@@ -82,12 +82,41 @@ def test_what_an_answer_tells_is_added_once():
     counters = StockCounters()
     counters.look([slot(0, working=False)], [], 0.0)
     counters.look([slot(0, 5, 30)], [lease(1, granted_at=0.5)], 1.0)
-    counters.on_answer(LeaseId(1), 42)
-    counters.on_answer(LeaseId(1), 42)
-    counters.on_answer(LeaseId(7), 1000)  # of a request whose slot is not known
-    assert counters.look([slot(0, 5, 0, working=False)], [], 2.0).slots[0].generated == 42
+    counters.on_answer(lease(1), 42)
+    counters.on_answer(lease(1), 42)
+    seen = counters.look([slot(0, 5, 0, working=False)], [], 2.0)
+    assert (seen.slots[0].generated, seen.unseen) == (42, 0)
     counters.reset()
     assert counters.look([slot(0, 5, 1)], [], 3.0).slots[0].generated == 1
+
+
+def test_an_answer_that_no_look_showed_counts_as_it_says():
+    """Once, whoever looks before its request is over; and again from zero on another engine."""
+    counters = StockCounters()
+    counters.look([slot(0, working=False)], [], 0.0)
+    short = lease(1, granted_at=0.5)
+    counters.on_answer(short, 7)
+    counters.on_answer(short, 7)
+    seen = counters.look([slot(0, 5, 6)], [short], 1.0)
+    assert (seen.slots[0].tag, seen.unseen) == (0, 7), "what runs there now is another's"
+    counters.on_answer(lease(2, granted_at=1.5), 3)
+    seen = counters.look([slot(0, 5, 0, working=False)], [], 2.0)
+    assert seen.unseen == 10
+    counters.reset()
+    counters.on_answer(lease(3), 5)  # of an engine that nobody has looked at
+    assert counters.look([slot(0, working=False)], [], 3.0).unseen == 0
+
+
+def test_an_answer_that_may_be_a_task_that_was_seen_does_not_count_twice():
+    """Two requests and two tasks: whose is which is not known, so what was seen is all that counts."""
+    counters = StockCounters()
+    counters.look([slot(0, working=False), slot(1, working=False)], [], 0.0)
+    both = [lease(1, granted_at=0.5), lease(2, granted_at=0.5)]
+    counters.look([slot(0, 5, 3), slot(1, 6, 4)], both, 1.0)
+    for each in both:
+        counters.on_answer(each, 9)
+    seen = counters.look([slot(0, 5, 0, working=False), slot(1, 6, 0, working=False)], [], 2.0)
+    assert ([one.generated for one in seen.slots], seen.unseen) == ([3, 4], 0)
 
 
 def test_a_pinned_request_is_where_it_was_sent():

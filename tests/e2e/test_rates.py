@@ -40,11 +40,9 @@ VARIANTS = [(api, stream) for api in ("chat", "anthropic", "responses") for stre
 async def proxy(tmp_path_factory: Any, patched: Any, smollm: Any) -> AsyncIterator[Served]:
     """Four slots, and a stream of rates with ten documents a second."""
     sizes = ("--parallel", "4", "--ctx-size", "8192", "--max-pools", "4")
-    env = {
-        "POLYKV_TELEMETRY__TPS_INTERVAL_S": "0.1",
-        "POLYKV_ENGINE__ARGS": '["--metrics", "--sse-ping-interval", "1"]',
-    }
-    async with serve(tmp_path_factory.mktemp("rates"), *sizes, env=env) as served:
+    args = [f"--engine-arg={word}" for word in ("--metrics", "--sse-ping-interval", "1")]
+    env = {"POLYKV_TELEMETRY__TPS_INTERVAL_S": "0.1"}
+    async with serve(tmp_path_factory.mktemp("rates"), *sizes, *args, env=env) as served:
         yield served
 
 
@@ -367,6 +365,16 @@ async def test_slots_say_whose_they_are(proxy: Served) -> None:
     assert ours["policy"]["pools"]["auto_match"] is True
 
 
+async def generated_total(served: Served, at_least: float) -> float:
+    """The proxy's own count of tokens, a look after the last answer."""
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            found = parsed((await served.http.get("/metrics")).body)
+            if found["opencoti_polykv:generated_tokens_total",] >= at_least:
+                return found["opencoti_polykv:generated_tokens_total",]
+            await asyncio.sleep(0.1)
+
+
 async def test_a_stock_engine_tells_enough(tmp_path: Any, stock: Any, smollm: Any) -> None:
     """The only request is the only task: its speed is known while it runs, and at its end."""
     env = {"POLYKV_TELEMETRY__TPS_INTERVAL_S": "0.1", "POLYKV_ENGINE__BINARY": str(stock)}
@@ -383,6 +391,13 @@ async def test_a_stock_engine_tells_enough(tmp_path: Any, stock: Any, smollm: An
         print(f"stock: reported {reported:.2f}, counted {low:.2f} to {high:.2f}")
         # a token's time is known only as that of the look which saw it
         assert low * (1 - 2 * WITHIN) <= reported <= high * (1 + 2 * WITHIN)
+        before = await generated_total(served, at_least=3 * TOKENS)
+        assert before == 3 * TOKENS
+        for tokens in range(1, 21):  # most of them are over before anybody looks
+            api = ("chat", "anthropic", "responses")[tokens % 3]
+            path, body = request_of(api, stream=tokens % 2 == 0, tokens=tokens)
+            assert (await served.http.post(path, body)).status == 200
+        assert await generated_total(served, at_least=before + 210) == before + 210
         path, body = request_of("chat", stream=False, tokens=60)
         answer = (await served.http.post(path, {**body, "session_id": "plain"})).json
         told, whole = answer["opencoti"]["session_tps"], answer["timings"]["predicted_per_second"]
