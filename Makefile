@@ -18,6 +18,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 comma := ,
+# a file's tests share what they started; each engine has one thread and a few hundred MiB
+PARALLEL := --numprocesses logical --maxprocesses 4 --dist loadfile
 # the environment is made anew when what goes into it changes
 STAMP := .venv/.made-$(shell sha256sum pyproject.toml | cut -c1-16)
 
@@ -35,10 +37,10 @@ demo: engine
 	@$(BIN)/polykv-proxy demo
 
 test: engine systemd-analyze
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest $(PARALLEL)
 
 quick: venv # the tests that need no built engine
-	@$(BIN)/python -m pytest -m 'not engine'
+	@$(BIN)/python -m pytest $(PARALLEL) -m 'not engine'
 
 bench: engine
 	@$(BIN)/python -m tests.benchmarks

@@ -26,6 +26,10 @@ PATIENCE_S = 120.0
 LOOK_S = 0.01
 """Between two looks at something that is waited for."""
 
+ONE_THREAD = ("--threads", "1")
+"""Of an engine that is tested: the test, the proxy and other tests beside it work, too, and several threads
+that wait for each other are far slower than one where cores are short."""
+
 NO_TIMEOUT = aiohttp.ClientTimeout(total=None)
 
 
@@ -200,6 +204,8 @@ async def serve(
         ready: whether to wait until all of them serve.
         stop: whether to stop it at the end.
     """
+    if not {"--engine-url", "--config"} & set(args):
+        args += tuple(f"--engine-arg={word}" for word in ONE_THREAD)
     environment = {
         **os.environ,
         "POLYKV_STATE_DIR": str(folder / "state"),
@@ -283,6 +289,7 @@ async def bare_engine(binary: Path, model: Path, folder: Path, *args: str) -> As
             "127.0.0.1",
             "--port",
             str(port),
+            *ONE_THREAD,
             *args,
             stdout=log,
             stderr=log,

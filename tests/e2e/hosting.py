@@ -52,15 +52,11 @@ class Hosted:
 
 @contextmanager
 def hosting(folder: Path, *args: str) -> Iterator[Hosted]:
-    """Run `polykv-proxy serve` beside the test, until the block ends.
-
-    Its engine has one thread: the test and the proxy work, too, and several that wait for each other are far
-    slower than one where cores are short.
-    """
+    """Run `polykv-proxy serve` beside the test, until the block ends."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="proxy")
     thread.start()
-    context = serve(folder, *args, "--engine-arg", "--threads", "--engine-arg", "1")
+    context = serve(folder, *args)
 
     def run(work: Coroutine[Any, Any, Any]) -> Any:
         return asyncio.run_coroutine_threadsafe(work, loop).result(2 * PATIENCE_S)

@@ -32,9 +32,6 @@ NEW = 700
 
 LOOK_S = 0.02
 
-ONE_THREAD = ("--engine-arg", "--threads", "--engine-arg", "1")
-"""Threads that wait for each other make a busy machine slower still."""
-
 ROUNDS = int(os.environ.get("SOAK_ROUNDS", "50"))
 """Of more requests than there are cells for; a second each. Set 200 to be thorough."""
 
@@ -88,7 +85,6 @@ def _sizes(folder: Path, vocabulary_of: Path, slots: int, cells: int) -> tuple[s
     return (
         "--model",
         str(folder / "llama.gguf"),
-        *ONE_THREAD,
         "--parallel",
         str(slots),
         "--ctx-size",
@@ -130,7 +126,7 @@ async def test_a_real_model_is_never_faster_than_its_ledger(
 ) -> None:
     """ADM-6: on the built-in model, half as large; the proxy frees idle slots before the engine has to."""
     new = NEW // 2
-    sizes = ("--parallel", "4", "--ctx-size", str(CELLS // 2), "--max-pools", "2", *ONE_THREAD)
+    sizes = ("--parallel", "4", "--ctx-size", str(CELLS // 2), "--max-pools", "2")
     async with serve(tmp_path, *sizes) as proxy:
         for round_ in range(3):
             asked = (write(proxy, 10 * round_ + at, prompt=65, new=new, stream=at == 0) for at in range(3))

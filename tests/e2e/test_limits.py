@@ -37,7 +37,7 @@ def serving(folder: Path, smollm: Path, slots: int, *words: str) -> AbstractAsyn
     """A proxy in front of a tiny model that computes precisely, with further arguments of the engine."""
     llama(folder / "llama.gguf", smollm)
     sizes = ("--parallel", str(slots), "--ctx-size", str(CELLS), "--max-pools", "4")
-    args = [part for word in ("--threads", "1", *words) for part in ("--engine-arg", word)]
+    args = [part for word in words for part in ("--engine-arg", word)]
     env = {"POLYKV_DURABLE__ENABLED": "false"}  # what is on disk comes back, which is not what is looked at
     return serve(folder, "--model", str(folder / "llama.gguf"), *sizes, *args, env=env)
 

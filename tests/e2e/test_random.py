@@ -71,8 +71,7 @@ async def test_random_work_on_a_tiny_model_leaves_no_cell_behind(
     """Thousands of operations: the sums hold at every rest, and in the end nothing is left."""
     model = tmp_path / "llama.gguf"
     llama(model, smollm)
-    one_thread = ("--engine-arg", "--threads", "--engine-arg", "1")  # two would wait for each other
-    async with serve(tmp_path, "--model", str(model), *SIZES, *one_thread, env=GRACE) as served:
+    async with serve(tmp_path, "--model", str(model), *SIZES, env=GRACE) as served:
         mob = await unleash(served, TINY, OPERATIONS)
     check(mob, OPERATIONS)
     assert mob.automatic

@@ -39,7 +39,7 @@ async def served(
     folder = tmp_path_factory.mktemp("rules")
     llama(folder / "llama.gguf", smollm)
     sizes = ("--parallel", "3", "--ctx-size", "8192", "--max-pools", "4")
-    words = [part for word in ("--threads", "1", "-b", "32", "-ub", "32") for part in ("--engine-arg", word)]
+    words = [part for word in ("-b", "32", "-ub", "32") for part in ("--engine-arg", word)]
     env = {"POLYKV_POOLS__GRACE_S": "0", "POLYKV_POOLS__AUTO_POOLS": "false"}
     async with serve(folder, "--model", str(folder / "llama.gguf"), *sizes, *words, env=env) as proxy:
         yield proxy
