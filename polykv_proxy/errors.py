@@ -11,7 +11,8 @@
     │   ├── PoolCapacityError       out of sequence ids; says what could be released
     │   ├── PoolInUseError          a pin or children stand in the way
     │   ├── PrefixMismatchError     tokens differ where they must agree
-    │   └── SessionNotResidentError no slot holds the session any more
+    │   ├── SessionNotResidentError no slot holds the session any more
+    │   └── AmbiguousSessionError   several API keys have a session of that id
     ├── DisabledError         501   pools are off (no patch, or ``--max-pools 0``)
     ├── UnavailableError      503   the engine cannot answer now; ``retry_after_s`` says when to ask again
     │   ├── SaturatedError    429   the engine is fine but taken; the queue is full or took too long
@@ -139,6 +140,12 @@ class SessionNotResidentError(ConflictError):
     """No slot holds the session's state any more."""
 
     code = "session_not_resident"
+
+
+class AmbiguousSessionError(ConflictError):
+    """Sessions of several API keys have the id that an administrator gave."""
+
+    code = "session_ambiguous"
 
 
 class DisabledError(PolyKVError):

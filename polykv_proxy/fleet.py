@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qs
 
+from polykv_proxy.core.sessions import require_one
 from polykv_proxy.errors import BadRequestError, NotFoundError
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
     from polykv_proxy.core.plane import ControlPlane
     from polykv_proxy.core.pools import PrefixPool
+    from polykv_proxy.core.sessions import Session
     from polykv_proxy.core.types import PoolId, Scope, SessionId
     from polykv_proxy.durable.service import Durable
     from polykv_proxy.edge.upstream import Upstream
@@ -186,13 +188,17 @@ class Fleet:
         if not any(engine.has_pools for engine in self):
             self.first.plane.pools.require()
 
-    def of_session(self, session_id: SessionId, scope: Scope | None) -> Engine:
-        """The engine that knows a session, best the one that still holds it; else the first."""
+    def need_session(
+        self, session_id: SessionId, scope: Scope | None, *, param: str = "session_id"
+    ) -> tuple[Engine, Session]:
+        """A session and the engine that knows it, best the one that still holds it; seen as by ``find_pool``.
+
+        Raises:
+            NotFoundError: there is none, or it is another key's.
+            AmbiguousSessionError: several keys have one.
+        """
         known = [
-            (engine, session)
-            for engine in self
-            if (session := engine.plane.sessions.get(session_id)) is not None
-            and scope in (None, session.scope)
+            (engine, session) for engine in self for session in engine.plane.sessions.seen(session_id, scope)
         ]
-        resident = [engine for engine, session in known if session.slot is not None]
-        return next(iter(resident or [engine for engine, _ in known]), self.first)
+        require_one(session_id, (session for _, session in known), param=param)
+        return next((each for each in known if each[1].slot is not None), known[0])

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from polykv_proxy.core.pools import PrefixPool
     from polykv_proxy.core.rates import Progress
     from polykv_proxy.core.slots import Ask
-    from polykv_proxy.core.types import PoolId, Scope, SlotId
+    from polykv_proxy.core.types import PoolId, Scope, SessionKey, SlotId
     from polykv_proxy.policy import PolicyFile
 
 MAX_POSTED = 1024
@@ -111,7 +111,7 @@ class Visit:
                     await asyncio.shield(self.woken)
         return self._entered
 
-    def known_as(self, session: SessionId) -> None:
+    def known_as(self, session: SessionKey) -> None:
         """The session that it belongs to is known now."""
         if self._entered is not None and session != self._session:
             self._keeper.gate.on_known(self._session, session, monotonic())
@@ -225,7 +225,7 @@ class Gatekeeper:
             SaturatedError, UnavailableError: see ``Visit.knock``.
         """
         known = self._plane.leases.session_of(ask)
-        name = SessionId(f"\0{next(self._numbers)}") if known is None else known.session_id
+        name = (ask.scope, SessionId(f"\0{next(self._numbers)}")) if known is None else known.key
         pool_id = None if pool is None else pool.pool_id
         entry = Entry(session=name, policy=self.policy(pool), pool=pool_id, lease=lease)
         visit = Visit(self, entry)
@@ -265,7 +265,7 @@ class Gatekeeper:
             self._generated[each.slot] = (each.tag, each.gen_total)
             session = self._plane.session_in(each.slot)
             if tag and tag == each.tag and session is not None and session.lease == tag:
-                self.gate.on_tokens(session.session_id, each.gen_total - before)
+                self.gate.on_tokens(session.key, each.gen_total - before)
 
     def wake(self) -> None:
         """Let in who may come; call it after whatever made room."""

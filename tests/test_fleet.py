@@ -7,10 +7,17 @@ import pytest
 from api.rig import CHAT, SYSTEM, chat
 
 from polykv_proxy import readings
+from polykv_proxy.api.identity import scope_of_keys
 from polykv_proxy.core.rates import STALE_S
 from polykv_proxy.core.types import Scope, SessionId
 from polykv_proxy.engine import client
-from polykv_proxy.errors import BadRequestError, DisabledError, NotFoundError, UnavailableError
+from polykv_proxy.errors import (
+    AmbiguousSessionError,
+    BadRequestError,
+    DisabledError,
+    NotFoundError,
+    UnavailableError,
+)
 
 ALIKE = ("a", "a")
 OPEN = Scope("")
@@ -87,16 +94,37 @@ async def test_a_pool_is_found_on_its_engine(proxies):
 
 
 async def test_a_session_is_where_it_is_resident(proxies):
-    """The same name may be known on two engines; the first answers for one that nobody knows."""
+    """The same name may be known on two engines; nobody knows another key's."""
     rig = await proxies(models=ALIKE)
     for engine in ("engine-0", "engine-1"):
         await rig.ask(f"{CHAT}?engine={engine}", chat("hi", session_id="n"))
     await rig.quiet()
-    assert rig.fleet.of_session(SessionId("n"), OPEN).name == "engine-0"
+    for seen in (OPEN, None):
+        assert rig.fleet.need_session(SessionId("n"), seen)[0].name == "engine-0"
     rig.fleet[0].plane.board.forget(0)
-    assert rig.fleet.of_session(SessionId("n"), OPEN).name == "engine-1"
-    assert rig.fleet.of_session(SessionId("n"), Scope("other")).name == "engine-0"
-    assert rig.fleet.of_session(SessionId("?"), None).name == "engine-0"
+    for seen in (OPEN, None):
+        engine, session = rig.fleet.need_session(SessionId("n"), seen)
+        assert (engine.name, session) == ("engine-1", engine.plane.sessions.get(SessionId("n"), OPEN))
+    for name, seen in (("n", Scope("other")), ("?", None)):
+        with pytest.raises(NotFoundError) as caught:
+            rig.fleet.need_session(SessionId(name), seen, param="from_session")
+        assert caught.value.param == "from_session"
+
+
+async def test_a_name_that_two_keys_have_on_two_engines_is_neithers(proxies):
+    """To an administrator, who is told whose they are; each key finds its own."""
+    rig = await proxies(models=ALIKE)
+    for engine, key in (("engine-0", "one"), ("engine-1", "two")):
+        await rig.ask(f"{CHAT}?engine={engine}", chat("hi", session_id="n"), X_Api_Key=key)
+    scopes = [scope_of_keys(key, None, shared=False) for key in ("one", "two")]
+    found = [rig.fleet.need_session(SessionId("n"), scope) for scope in scopes]
+    assert [(engine.name, session.scope) for engine, session in found] == [
+        ("engine-0", scopes[0]),
+        ("engine-1", scopes[1]),
+    ]
+    with pytest.raises(AmbiguousSessionError) as caught:
+        rig.fleet.need_session(SessionId("n"), None)
+    assert caught.value.details == {"scopes": sorted(scopes)}
 
 
 async def test_engines_with_the_same_model_are_alike(proxies):

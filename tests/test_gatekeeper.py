@@ -46,7 +46,7 @@ async def test_turns_of_a_session_are_one_session_inside(rig):
         assert (await rig.ask(CHAT, chat(*turns, session_id="one"))).status == 200
     await rig.quiet()
     assert (len(presence), presence.working) == (1, 0)
-    assert "one" in presence
+    assert ("", "one") in presence
     await rig.ask("/polykv/sessions/one/close", {})
     assert len(presence) == 0
 
@@ -57,7 +57,10 @@ async def test_sessions_at_the_same_time_are_counted_each(rig):
     rig.engine.gate.clear()
     tasks = [rig.start(CHAT, chat(name, session_id=name)) for name in "ab"]
     await until(lambda: rig.engine.running == 2)
-    assert (presence.working, sorted(each.session for each in presence._inside.values())) == (2, ["a", "b"])
+    assert (presence.working, sorted(each.session for each in presence._inside.values())) == (
+        2,
+        [("", "a"), ("", "b")],
+    )
     rig.engine.gate.set()
     assert [(await task).status for task in tasks] == [200, 200]
     await until(lambda: presence.working == 0)

@@ -139,6 +139,7 @@ def entry_view(engine: str, catalogue: Catalogue, entry: Entry) -> shapes_kept.S
     view: shapes_kept.SavedState = {
         "key": state.key,
         "kind": state.kind.value,
+        "scope": state.scope,
         "engine": engine,
         "model_id": state.model_id,
         "config_hash": config_hash(state.config),
@@ -161,6 +162,7 @@ def tombstone_view(engine: str, gone: Tombstone) -> shapes_kept.Tombstone:
     return {
         "key": gone.key,
         "kind": gone.kind.value,
+        "scope": gone.scope,
         "engine": engine,
         "n_tokens": gone.tokens,
         "reason": gone.reason.value,

@@ -10,7 +10,8 @@ from aiohttp import web
 
 from polykv_proxy.api import views
 from polykv_proxy.api.envelope import Envelope
-from polykv_proxy.api.identity import scope_of_keys
+from polykv_proxy.api.guard import UnauthorizedError
+from polykv_proxy.api.identity import is_scope, scope_of_keys
 from polykv_proxy.api.prefixes import ForkRequest, PoolRequest, capped, prefix_of, read_wanted, warning_of
 from polykv_proxy.api.reply import flag, json_reply
 from polykv_proxy.api.sessions import SessionsApi
@@ -69,8 +70,10 @@ class ControlApi:
         self._fleet.require_pools()
         wanted = await read_wanted(request, PoolRequest)
         if wanted.from_session is not None:
-            engine = self._fleet.of_session(SessionId(wanted.from_session), self.sees(request))
-            return await self._create_from_session(request, wanted, engine)
+            _require_alone(wanted)
+            wanted_id, seen = SessionId(wanted.from_session), self.sees(request)
+            engine, session = self._fleet.need_session(wanted_id, seen, param="from_session")
+            return await self._create_from_session(wanted, engine, session.scope)
         engine = self._fleet.with_pools(wanted.engine)
         tokens, full = await prefix_of(wanted, engine)
         tokens, scope = capped(tokens, wanted), self._scope(request)
@@ -90,8 +93,9 @@ class ControlApi:
         if wanted.engine not in (None, engine.name):
             raise BadRequestError(f"a child lives with its parent, on {engine.name}", param="engine")
         if wanted.from_session is not None:
+            _require_alone(wanted)
             parent = await engine.pooling.ensure_resident(parent)
-            return await self._create_from_session(request, wanted, engine, parent)
+            return await self._create_from_session(wanted, engine, parent.scope, parent)
         tokens, full = await prefix_of(wanted, engine)
         tokens = capped(tokens, wanted)
         try:
@@ -122,19 +126,15 @@ class ControlApi:
                     error.details[f"{kind}_text"] = await engine.runtime.client.text_of([token])
 
     async def _create_from_session(
-        self, request: web.Request, wanted: PoolRequest, engine: Engine, parent: PrefixPool | None = None
+        self, wanted: PoolRequest, engine: Engine, scope: Scope, parent: PrefixPool | None = None
     ) -> web.Response:
-        if any(getattr(wanted, name) is not None for name in ("tokens", "prompt", "messages")):
-            raise BadRequestError(
-                "from_session stands alone: it says what the pool holds", param="from_session"
-            )
         if wanted.engine not in (None, engine.name):
             raise BadRequestError(f"the session is on {engine.name}", param="engine")
         assert wanted.from_session is not None
         engine.plane.pools.require()
         pool, created = await engine.pooling.snapshot_session(
             SessionId(wanted.from_session),
-            self.sees(request),
+            scope,
             n_tokens=wanted.n_tokens,
             label=wanted.label,
             pin=wanted.pin,
@@ -260,15 +260,41 @@ class ControlApi:
     # -- who ---------------------------------------------------------------------------------------------
 
     def _scope(self, request: web.Request) -> Scope:
-        """Whose pools these are: those of the client key that was sent, not of the admin key."""
+        """Whose pools these are: see ``sees``; where that is everything, those of the client key."""
+        seen = self.sees(request)
+        return self._own(request) if seen is None else seen
+
+    def _own(self, request: web.Request) -> Scope:
+        """The scope of the client key that was sent, which the admin key is none of."""
         bearer = (
             None if self._guard.is_admin_bearer(request.headers) else request.headers.get("Authorization")
         )
         return scope_of_keys(request.headers.get("X-Api-Key"), bearer, shared=self._shared)
 
     def sees(self, request: web.Request) -> Scope | None:
-        """What may be seen: everything with the admin key, else what the own key shares."""
-        return None if self._guard.is_admin(request.headers) else self._scope(request)
+        """What may be seen: everything with the admin key, else what the own key shares.
+
+        With ``?scope=`` the admin key sees what the key of that scope does, and nothing else.
+
+        Raises:
+            BadRequestError: ``scope`` is none.
+            UnauthorizedError: it is another key's, and the admin key was not sent.
+        """
+        asked = request.query.get("scope")
+        if asked is not None and not is_scope(asked):
+            raise BadRequestError("scope must be one of those that listings show", param="scope")
+        if self._guard.is_admin(request.headers):
+            return None if asked is None else Scope(asked)
+        own = self._own(request)
+        if asked not in (None, own):
+            raise UnauthorizedError("only the admin key sees other scopes than its own")
+        return own
 
     def _pool(self, request: web.Request) -> tuple[Engine, PrefixPool]:
         return self._fleet.need_pool(PoolId(request.match_info["pool_id"]), self.sees(request))
+
+
+def _require_alone(wanted: PoolRequest) -> None:
+    """Raise where a pool is to be made of a session and of something else."""
+    if any(getattr(wanted, name) is not None for name in ("tokens", "prompt", "messages")):
+        raise BadRequestError("from_session stands alone: it says what the pool holds", param="from_session")

@@ -47,6 +47,9 @@ OUR_HEADER_PREFIX = b"x-polykv-"
 
 _IS_OURS = re.compile(OUR_HEADER_PREFIX).match
 
+_SCOPE_BYTES = 16
+_SCOPE = re.compile(f"[0-9a-f]{{{2 * _SCOPE_BYTES}}}")
+
 _SESSION_NAMES = frozenset(SESSION_HEADERS)
 
 _TRACEPARENT = re.compile(
@@ -97,7 +100,12 @@ def scope_of_keys(api_key: str | None, authorization: str | None, *, shared: boo
     if not key:
         return Scope("")
     raw = key.encode("utf-8", "surrogateescape")
-    return Scope(blake2b(raw, digest_size=16, person=b"polykv-scope").hexdigest())
+    return Scope(blake2b(raw, digest_size=_SCOPE_BYTES, person=b"polykv-scope").hexdigest())
+
+
+def is_scope(text: str) -> bool:
+    """Whether a text has the form of a scope."""
+    return not text or _SCOPE.fullmatch(text) is not None
 
 
 def _text(value: bytes | None) -> str | None:

@@ -163,7 +163,7 @@ class Inference:
             if work.family.pooled and not runtime.saver.is_settled:
                 return False
             if work.visit is not None and work.lease.session is not None:
-                work.visit.known_as(work.lease.session.session_id)
+                work.visit.known_as(work.lease.session.key)
             async with clock:
                 runtime.stoppable[work.lease.lease_id] = clock
                 await self._prepare(work)

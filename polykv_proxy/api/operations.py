@@ -33,7 +33,7 @@ ANYWHERE = "internal_error stopping engine_gone head_too_large malformed_http"
 
 _POOLS: Codes = {501: "polykv_disabled", 503: "engine_loading"}
 _POOL: Codes = {404: "pool_not_found", **_POOLS}
-_SESSION: Codes = {404: "session_not_found"}
+_SESSION: Codes = {404: "session_not_found", 409: "session_ambiguous"}
 _ASKS: Codes = {
     400: "engine_refused",
     429: "queue_full",
@@ -46,7 +46,8 @@ _TOKENS: Codes = {400: "invalid_request no_such_engine prefix_too_short"}
 _MAKES: Codes = {
     400: "pool_too_long",
     404: "session_not_found",
-    409: "pool_capacity_exhausted pool_lost session_not_resident slot_busy tokens_unknown state_is_whole",
+    409: "pool_capacity_exhausted pool_lost session_ambiguous session_not_resident slot_busy tokens_unknown "
+    "state_is_whole",
     501: "copy_ineffective",
     503: "pool_given_up slot_file slot_file_unreadable",
 }
@@ -120,11 +121,15 @@ def _delete(path: str, says: str, answer: Any, *refuses: Codes, **more: Any) -> 
 
 _FLAG = {"enum": ["0", "1", "false", "true"], "default": "0"}
 _COUNT = {"type": "integer", "minimum": 1}
+_SCOPE = {
+    "scope": {"type": "string", "description": "With the admin key: as the API key of this scope sees it."}
+}
 _ENGINE = {"engine": {"type": "string", "description": "An engine's name; else the first."}}
 _RECURSIVE = {"recursive": {**_FLAG, "description": "With all that is below it."}}
 _PAGE = {
     "limit": {**_COUNT, "maximum": 200, "default": 100},
     "after": {"type": "string", "description": "What `next` was in the page before."},
+    **_SCOPE,
 }
 _EXPECTED = {"expected_tokens": {"type": "integer", "minimum": 0, "description": "That it is going to need."}}
 _EFFECTIVE = {
@@ -165,7 +170,7 @@ OPERATIONS = (
         shapes.Pools,
         _READS,
         _POOLS,
-        query={"orphans": {**_FLAG, "description": "List only pinned pools that nobody uses."}},
+        query={"orphans": {**_FLAG, "description": "List only pinned pools that nobody uses."}, **_SCOPE},
     ),
     _post(
         "/polykv/pools",
@@ -176,6 +181,7 @@ OPERATIONS = (
         _MAKES,
         _ASKS,
         body=PoolRequest,
+        query=_SCOPE,
         statuses=(201, 200),
     ),
     _get("/polykv/pools/{pool_id}", "One pool, and what is below it.", shapes.PoolWithSubtree, _POOL),
@@ -282,7 +288,7 @@ OPERATIONS = (
         _ASKS,
         body=PoolRequest,
     ),
-    _get("/polykv/sessions", "Sessions, of each engine the last used first.", shapes.Sessions),
+    _get("/polykv/sessions", "Sessions, the last used first.", shapes.Sessions, _READS, query=_SCOPE),
     _post(
         "/polykv/sessions/{session_id}/close",
         "End a session; the cells that only it held are free.",
@@ -290,7 +296,7 @@ OPERATIONS = (
         _READS,
         _SESSION,
         {409: "session_running"},
-        query={"keep": {**_FLAG, "description": "Keep its state on disk."}},
+        query={"keep": {**_FLAG, "description": "Keep its state on disk."}, **_SCOPE},
     ),
     _post(
         "/polykv/sessions/{session_id}/migrate",
@@ -302,13 +308,14 @@ OPERATIONS = (
         {409: "session_running slot_busy other_engine pool_lost pool_capacity_exhausted"},
         _ASKS,
         body=Migration,
+        query=_SCOPE,
     ),
     _get(
         "/polykv/tps",
         "What every session experiences: a stream of documents for `Accept: text/event-stream`, else one.",
         shapes.Rates,
         _READS,
-        query={"once": {**_FLAG, "description": "One document in any case."}},
+        query={"once": {**_FLAG, "description": "One document in any case."}, **_SCOPE},
         streams=True,
     ),
     _get(
@@ -330,7 +337,9 @@ OPERATIONS = (
         "/polykv/cache/{key}",
         "Delete what is saved under a key, and under those nested below it.",
         shapes_kept.Deleted,
+        _READS,
         {404: "cache_not_found", 409: "cache_in_use", 503: "slot_file"},
+        query=_SCOPE,
     ),
     _get(
         "/polykv/requests",
@@ -340,6 +349,7 @@ OPERATIONS = (
         query={
             "session_id": {"type": "string"},
             "request_id": {"type": "string"},
+            **_SCOPE,
             "limit": {**_COUNT, "default": 100},
         },
     ),

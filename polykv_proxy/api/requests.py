@@ -78,6 +78,7 @@ def request_view(record: RequestRecord) -> shapes_kept.Request:
         "x_request_id": record.x_request_id,
         "trace_id": record.trace_id,
         "session_id": record.session_id,
+        "scope": record.scope,
         "path": record.path,
         "engine": record.engine,
         "slot": record.slot,

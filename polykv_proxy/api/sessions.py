@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 
     from aiohttp import web
 
+    from polykv_proxy.core.sessions import Session
     from polykv_proxy.core.types import Scope
-    from polykv_proxy.fleet import Fleet
+    from polykv_proxy.fleet import Engine, Fleet
 
 
 class Migration(msgspec.Struct, forbid_unknown_fields=True):
@@ -55,25 +56,27 @@ class SessionsApi:
 
         With ``?keep=1`` its state stays on disk for the conversation to come back.
         """
-        session_id, scope = SessionId(request.match_info["session_id"]), self._sees(request)
-        engine = self._fleet.of_session(session_id, scope)
         keep = flag(request, "keep")
-        freed, kept = await engine.pooling.sessions.close(session_id, scope, keep=keep)
-        return json_reply({"session_id": session_id, "closed": True, "cells_freed": freed, "kept": kept})
+        engine, session = self._session(request)
+        freed, kept = await engine.pooling.sessions.close(session.session_id, session.scope, keep=keep)
+        found = {"session_id": session.session_id, "closed": True, "cells_freed": freed, "kept": kept}
+        return json_reply(found)
 
     async def migrate(self, request: web.Request) -> web.Response:
         """``POST …/{id}/migrate``: its next request attaches to another pool; all of it, or nothing."""
-        session_id, scope = SessionId(request.match_info["session_id"]), self._sees(request)
         try:
             wanted = msgspec.json.decode(await request.read(), type=Migration)
         except (msgspec.DecodeError, RecursionError) as error:
             raise BadRequestError(f'send {{"pool_id": …}}: {error}', param="pool_id") from None
-        engine = self._fleet.of_session(session_id, scope)
-        session = engine.plane.sessions.need(session_id, scope)
+        engine, session = self._session(request)
         home, pool = self._fleet.need_pool(PoolId(wanted.pool_id), session.scope)
         if home is not engine:
             raise ConflictError(
                 f"the session lives on {engine.name} and the pool on {home.name}", code="other_engine"
             )
-        freed = await engine.pooling.sessions.migrate(session_id, scope, pool)
-        return json_reply({"session_id": session_id, "pool_id": pool.pool_id, "cells_freed": freed})
+        freed = await engine.pooling.sessions.migrate(session.session_id, session.scope, pool)
+        found = {"session_id": session.session_id, "pool_id": pool.pool_id, "cells_freed": freed}
+        return json_reply(found)
+
+    def _session(self, request: web.Request) -> tuple[Engine, Session]:
+        return self._fleet.need_session(SessionId(request.match_info["session_id"]), self._sees(request))

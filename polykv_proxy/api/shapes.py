@@ -32,6 +32,7 @@ def says(text: str) -> Meta:
 
 Activity = Annotated[str, Meta(extra_json_schema={"enum": ["running", "idle"]})]
 Rate = Annotated[float | None, says("Decode tokens per second that come to the session.")]
+WhoseScope = Annotated[str, says("Digest of the API key that it belongs to; empty: of none.")]
 OtherSessions = Annotated[int, says("Sessions of other API keys, which are not listed.")]
 CtxUsed = Annotated[int | None, says("Tokens in its context.")]
 CtxHeadroom = Annotated[int | None, says("Tokens to the end of the window, or of the free cells if nearer.")]
@@ -57,6 +58,7 @@ class Pool(TypedDict):
 
     pool_id: str
     engine: str
+    scope: WhoseScope
     label: str | None
     parent: Annotated[str | None, says("The nearest ancestor that has an id.")]
     branch_pos: Annotated[int, says("Leading tokens that are the parent's.")]
@@ -256,6 +258,7 @@ class Session(TypedDict):
 
     engine: str
     session_id: str
+    scope: WhoseScope
     pool_id: str | None
     slot: int | None
     state: Activity
@@ -301,6 +304,7 @@ class SessionRate(TypedDict):
 
     engine: str
     session_id: str
+    scope: WhoseScope
     pool_id: str | None
     state: Activity
     tps_ewma: Rate

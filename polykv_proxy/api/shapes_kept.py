@@ -6,7 +6,7 @@ from typing import Annotated, NotRequired, TypedDict
 
 from msgspec import Meta
 
-from polykv_proxy.api.shapes import Durable, one_of, says
+from polykv_proxy.api.shapes import Durable, WhoseScope, one_of, says
 from polykv_proxy.core.catalogue import Kind, Reason
 from polykv_proxy.core.divergence import Cause
 from polykv_proxy.core.outlines import Section
@@ -21,6 +21,7 @@ class SavedState(TypedDict):
 
     key: Annotated[str, says("The session's or pool's id.")]
     kind: Annotated[str, one_of(Kind)]
+    scope: WhoseScope
     engine: str
     model_id: str
     config_hash: str
@@ -44,6 +45,7 @@ class Tombstone(TypedDict):
 
     key: str
     kind: Annotated[str, one_of(Kind)]
+    scope: WhoseScope
     engine: str
     n_tokens: int
     reason: Annotated[str, one_of(Reason)]
@@ -102,6 +104,7 @@ class Request(TypedDict):
     x_request_id: Annotated[str | None, says("What the client called it.")]
     trace_id: Annotated[str | None, says("Of the client's `traceparent`.")]
     session_id: str | None
+    scope: WhoseScope
     path: str
     engine: str | None
     slot: Annotated[int | None, says("Where it ran; of several, the first.")]

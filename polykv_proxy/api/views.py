@@ -137,6 +137,7 @@ def pool_view(engine: str, plane: ControlPlane, pool: PrefixPool) -> shapes.Pool
     return {
         "pool_id": pool.pool_id,
         "engine": engine,
+        "scope": pool.scope,
         "label": pool.label,
         "parent": None if parent is None else parent.pool_id,
         "branch_pos": branch_pos,
@@ -233,6 +234,7 @@ def _session(engine: str, plane: ControlPlane, session: Session) -> shapes.Sessi
     return {
         "engine": engine,
         "session_id": session.session_id,
+        "scope": session.scope,
         "pool_id": session.pool,
         "slot": session.slot,
         "state": "running" if session.running else "idle",
@@ -268,6 +270,7 @@ def rates(planes: Mapping[str, ControlPlane], scope: Scope | None, now: float, n
             {
                 "engine": name,
                 "session_id": session.session_id,
+                "scope": session.scope,
                 "pool_id": session.pool,
                 "state": "running" if session.running else "idle",
                 "tps_ewma": rounded(session.rate.tps),

@@ -192,16 +192,16 @@ class PolyKVClient:
     # -- sessions ----------------------------------------------------------------------------------------
 
     def list_sessions(self) -> tuple[results.Session, ...]:
-        """All conversations of this API key."""
+        """All conversations of this API key; with the admin key, of all."""
         return self.send(calls.list_sessions())
 
-    def close_session(self, session_id: str) -> results.Migrated:
-        """The conversation is over; the cells that only it held are free."""
-        return self.send(calls.close_session(session_id))
+    def close_session(self, session_id: str, *, scope: str | None = None) -> results.Migrated:
+        """The conversation is over; the cells that only it held are free. See ``calls`` for ``scope``."""
+        return self.send(calls.close_session(session_id, scope=scope))
 
-    def migrate_session(self, session_id: str, pool_id: str) -> results.Migrated:
+    def migrate_session(self, session_id: str, pool_id: str, *, scope: str | None = None) -> results.Migrated:
         """Let a conversation go on from another pool; all of it, or nothing."""
-        return self.send(calls.migrate_session(session_id, pool_id))
+        return self.send(calls.migrate_session(session_id, pool_id, scope=scope))
 
     def compact_by_refork(  # noqa: PLR0913 - what a compaction is made of
         self,

@@ -173,14 +173,21 @@ def list_sessions() -> Call[tuple[results.Session, ...]]:
     return Call("GET", "/polykv/sessions", read)
 
 
-def close_session(session_id: str) -> Call[results.Migrated]:
-    """``POST …/close``: the session is over; again is a 404."""
-    return Call("POST", _session(session_id, "/close"), results.Migrated.read, idempotent=False)
+def close_session(session_id: str, *, scope: str | None = None) -> Call[results.Migrated]:
+    """``POST …/close``: the session is over; again is a 404.
+
+    Args:
+        session_id: which.
+        scope: with the admin key, which of those that several API keys have.
+    """
+    path, params = _session(session_id, "/close"), _scope(scope)
+    return Call("POST", path, results.Migrated.read, params=params, idempotent=False)
 
 
-def migrate_session(session_id: str, pool_id: str) -> Call[results.Migrated]:
-    """``POST …/migrate``: its next request attaches to that pool; all of it, or nothing."""
-    return Call("POST", _session(session_id, "/migrate"), results.Migrated.read, {"pool_id": pool_id})
+def migrate_session(session_id: str, pool_id: str, *, scope: str | None = None) -> Call[results.Migrated]:
+    """``POST …/migrate``: its next request attaches to that pool; all of it, or nothing. See above."""
+    path, params = _session(session_id, "/migrate"), _scope(scope)
+    return Call("POST", path, results.Migrated.read, {"pool_id": pool_id}, params=params)
 
 
 # -- text, rates, the engine ------------------------------------------------------------------------------
@@ -236,6 +243,10 @@ _LISTS = frozenset({"messages", "tools", "tokens"})
 def _key(options: Mapping[str, Any]) -> dict[str, str]:
     key = options.get("idempotency_key")
     return {} if key is None else {"Idempotency-Key": key}
+
+
+def _scope(scope: str | None) -> dict[str, str]:
+    return {} if scope is None else {"scope": scope}
 
 
 def _pool(pool_id: str, rest: str = "") -> str:

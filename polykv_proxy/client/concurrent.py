@@ -190,16 +190,18 @@ class AsyncPolyKVClient:
     # -- sessions ----------------------------------------------------------------------------------------
 
     async def list_sessions(self) -> tuple[results.Session, ...]:
-        """All conversations of this API key."""
+        """All conversations of this API key; with the admin key, of all."""
         return await self.send(calls.list_sessions())
 
-    async def close_session(self, session_id: str) -> results.Migrated:
-        """The conversation is over; the cells that only it held are free."""
-        return await self.send(calls.close_session(session_id))
+    async def close_session(self, session_id: str, *, scope: str | None = None) -> results.Migrated:
+        """The conversation is over; the cells that only it held are free. See ``calls`` for ``scope``."""
+        return await self.send(calls.close_session(session_id, scope=scope))
 
-    async def migrate_session(self, session_id: str, pool_id: str) -> results.Migrated:
+    async def migrate_session(
+        self, session_id: str, pool_id: str, *, scope: str | None = None
+    ) -> results.Migrated:
         """Let a conversation go on from another pool; all of it, or nothing."""
-        return await self.send(calls.migrate_session(session_id, pool_id))
+        return await self.send(calls.migrate_session(session_id, pool_id, scope=scope))
 
     async def compact_by_refork(  # noqa: PLR0913 - what a compaction is made of
         self,

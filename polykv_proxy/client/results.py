@@ -74,6 +74,8 @@ class PoolStatus(_Result):
     pool_id: str
     prefix_len: int
     engine: str | None = None
+    scope: str | None = None
+    """Digest of the API key that it belongs to; empty: of none."""
     label: str | None = None
     parent: str | None = None
     branch_pos: int | None = None
@@ -169,6 +171,8 @@ class Session(_Result):
     """A conversation."""
 
     session_id: str
+    scope: str | None = None
+    """Digest of the API key that it belongs to; empty: of none."""
     engine: str | None = None
     pool_id: str | None = None
     slot: int | None = None
@@ -273,6 +277,8 @@ class SessionRate(_Result):
     """One session in a document of rates."""
 
     session_id: str
+    scope: str | None = None
+    """Digest of the API key that it belongs to; empty: of none."""
     engine: str | None = None
     pool_id: str | None = None
     state: str | None = None
@@ -301,9 +307,12 @@ class Rates(_Result):
         """From the JSON document."""
         return _read(cls, document, sessions=_several(SessionRate, document.get("sessions")))
 
-    def of(self, session_id: str) -> SessionRate | None:
-        """One session's rate."""
-        return next((each for each in self.sessions if each.session_id == session_id), None)
+    def of(self, session_id: str, scope: str | None = None) -> SessionRate | None:
+        """One session's rate; with the admin key, that of a scope, since several API keys may have one."""
+        return next(
+            (each for each in self.sessions if each.session_id == session_id and scope in (None, each.scope)),
+            None,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

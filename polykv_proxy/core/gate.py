@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from polykv_proxy.core.policies import Policy
     from polykv_proxy.core.promises import Promise, Wish
     from polykv_proxy.core.sight import Look
-    from polykv_proxy.core.types import PoolId, Scope, SessionId
+    from polykv_proxy.core.types import PoolId, Scope, SessionKey
 
 MAX_WAITING = 4096
 """Sessions that wait at the gate, of all pools together."""
@@ -44,7 +44,7 @@ ENTERED = Entered()
 class Entry:
     """A request at the gate."""
 
-    session: SessionId
+    session: SessionKey
     policy: Policy
     pool: PoolId | None = None
     """Whose line it waits in."""
@@ -93,7 +93,7 @@ class Gate:
         self._sight = Sight(stale_after_s)
         self._queue: FairQueue[Waiter] = FairQueue(MAX_WAITING)
         self._advanced_at = float("-inf")
-        self._waiters: dict[SessionId, list[Waiter]] = {}
+        self._waiters: dict[SessionKey, list[Waiter]] = {}
         """Requests that wait, by session: they come in together."""
         self._woken: list[Waiter] = []
         self._refused = (0, 0)
@@ -180,7 +180,7 @@ class Gate:
         self.counts["expired"] += entry.session not in self._waiters
         return self._refuse(verdict)
 
-    def on_over(self, session: SessionId, now: float, cells: int | None = None) -> None:
+    def on_over(self, session: SessionKey, now: float, cells: int | None = None) -> None:
         """One of a session's requests is over, whatever way.
 
         Args:
@@ -192,7 +192,7 @@ class Gate:
         if cells is not None:
             self._sight.on_over(cells)
 
-    def on_known(self, newcomer: SessionId, session: SessionId, now: float) -> None:
+    def on_known(self, newcomer: SessionKey, session: SessionKey, now: float) -> None:
         """A request came in before anybody knew whose it is; now that is known.
 
         Args:
@@ -208,11 +208,11 @@ class Gate:
         else:
             self.presence.rename(newcomer, session)
 
-    def on_close(self, session: SessionId, now: float) -> bool:
+    def on_close(self, session: SessionKey, now: float) -> bool:
         """A session is over; returns whether it was inside."""
         return self.presence.close(session, now)
 
-    def on_tokens(self, session: SessionId, tokens: int) -> None:
+    def on_tokens(self, session: SessionKey, tokens: int) -> None:
         """So many more tokens of a session came."""
         self.presence.decoded(session, tokens)
 

@@ -241,7 +241,7 @@ class ControlPlane:
         Who waited for that slot to go on with it waits no more.
 
         Raises:
-            NotFoundError, ConflictError: see ``idle_session``.
+            NotFoundError, ConflictError: see ``SessionBook.idle``.
         """
         session = self.sessions.idle(session_id, scope)
         self.sessions.end(session)
@@ -262,7 +262,7 @@ class ControlPlane:
         """The slot that holds a session now.
 
         Raises:
-            NotFoundError: no such session.
+            NotFoundError, AmbiguousSessionError: no such session, or several.
             SessionNotResidentError: another conversation has taken its slot.
         """
         session = self.sessions.need(session_id, scope, param="from_session")

@@ -2,7 +2,8 @@
 
 Rule 1: a name is a namespace. Coding agents send side calls and parallel sub-agents under one id, so several
 conversations may run under it; each has an id of its own.
-Rule 2: names live within a scope. Another key's session of the same name is another session.
+Rule 2: names and ids live within a scope. Another key's session of the same id is another session, and
+neither key can tell from its own ids whether there is one.
 Rule 3: what is remembered is bounded: sessions out of use are forgotten, and beyond a number the oldest.
 """
 
@@ -14,12 +15,12 @@ from typing import TYPE_CHECKING
 
 from polykv_proxy.core.rates import DecodeRate
 from polykv_proxy.core.types import SessionId
-from polykv_proxy.errors import ConflictError, NotFoundError
+from polykv_proxy.errors import AmbiguousSessionError, ConflictError, NotFoundError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
-    from polykv_proxy.core.types import LeaseId, PoolId, Scope, SlotId
+    from polykv_proxy.core.types import LeaseId, PoolId, Scope, SessionKey, SlotId
 
 SESSION_IDLE_S = 300.0
 """Seconds without a request after which a session that no slot holds is over."""
@@ -81,6 +82,11 @@ class Session:
     config: dict[str, str] = field(default_factory=dict)
     """Digests of what decides how its turns become tokens."""
 
+    @property
+    def key(self) -> SessionKey:
+        """Tells it from all others of its engine."""
+        return self.scope, self.session_id
+
 
 class SessionBook:
     """All sessions of one engine, least recently used first.
@@ -91,7 +97,7 @@ class SessionBook:
 
     def __init__(self, prefix: str = "auto-") -> None:
         self._prefix = prefix
-        self._sessions: OrderedDict[SessionId, Session] = OrderedDict()
+        self._sessions: OrderedDict[SessionKey, Session] = OrderedDict()
         self._names: dict[tuple[Scope, str], list[Session]] = {}
         self._next_auto = 1
         self._next_expiry = 0.0
@@ -102,27 +108,34 @@ class SessionBook:
     def __len__(self) -> int:
         return len(self._sessions)
 
-    def get(self, session_id: SessionId) -> Session | None:
-        """A session by its id."""
-        return self._sessions.get(session_id)
+    def get(self, session_id: SessionId, scope: Scope) -> Session | None:
+        """A session of a scope by its id."""
+        return self._sessions.get((scope, session_id))
+
+    def seen(self, session_id: SessionId, scope: Scope | None) -> list[Session]:
+        """The sessions of an id that a scope sees: one at most, but for an administrator (None: sees all)."""
+        if scope is None:
+            return [session for session in self if session.session_id == session_id]
+        session = self.get(session_id, scope)
+        return [] if session is None else [session]
 
     def need(self, session_id: SessionId, scope: Scope | None, *, param: str = "session_id") -> Session:
         """A session by id, as seen from a scope (None: an administrator, who sees all).
 
         Raises:
             NotFoundError: there is none, or it is another key's.
+            AmbiguousSessionError: several keys have one.
         """
-        session = self.get(session_id)
-        if session is None or scope not in (None, session.scope):
-            raise NotFoundError(f"session {session_id} does not exist", code="session_not_found", param=param)
-        return session
+        found = self.seen(session_id, scope)
+        require_one(session_id, found, param=param)
+        return found[0]
 
     def idle(self, session_id: SessionId, scope: Scope | None) -> Session:
         """Like ``need``, for what cannot be done to one that runs.
 
         Raises:
             NotFoundError: there is none.
-            ConflictError: it runs.
+            ConflictError: it runs, or several keys have one.
         """
         session = self.need(session_id, scope)
         if session.running:
@@ -133,7 +146,7 @@ class SessionBook:
 
     def holds(self, session: Session) -> bool:
         """Whether this very session is still remembered."""
-        return self._sessions.get(session.session_id) is session
+        return self._sessions.get(session.key) is session
 
     def idle_namesake(self, scope: Scope, name: str | None) -> Session | None:
         """The latest session of that name, if it is idle and resident nowhere: it can go on anywhere."""
@@ -146,18 +159,18 @@ class SessionBook:
         return latest if latest.slot is None and not latest.running else None
 
     def begin(self, scope: Scope, name: str | None, now_ts: float) -> Session:
-        """A new session; ids are unique over all scopes, since listings may show them together."""
+        """A new session; its id is the first that its scope has free."""
         if name is None:
             wanted = f"{self._prefix}{self._next_auto}"
             self._next_auto += 1
         else:
             wanted = name
         candidate, number = wanted, 1
-        while candidate in self._sessions:
+        while (scope, candidate) in self._sessions:
             number += 1
             candidate = f"{wanted}#{number}"
         session = Session(SessionId(candidate), name, scope, started_ts=now_ts)
-        self._sessions[session.session_id] = session
+        self._sessions[session.key] = session
         if name is not None:
             self._names.setdefault((scope, name), []).append(session)
         return session
@@ -182,7 +195,7 @@ class SessionBook:
 
     def note(self, session: Session, now: float) -> None:
         """It is in use: of its namesakes the latest, and the last to be forgotten."""
-        self._sessions.move_to_end(session.session_id)
+        self._sessions.move_to_end(session.key)
         session.last_seen = now
 
     def expire(self, now: float) -> list[Session]:
@@ -214,9 +227,27 @@ class SessionBook:
             self._forget(session)
 
     def _forget(self, session: Session) -> None:
-        del self._sessions[session.session_id]
+        del self._sessions[session.key]
         if session.name is not None:
             namesakes = self._names[session.scope, session.name]
             namesakes.remove(session)
             if not namesakes:
                 del self._names[session.scope, session.name]
+
+
+def require_one(session_id: SessionId, found: Iterable[Session], *, param: str = "session_id") -> None:
+    """Raise unless the sessions that were found under an id are there, and all of one scope.
+
+    Raises:
+        NotFoundError: there is none.
+        AmbiguousSessionError: they are of several scopes; it lists them.
+    """
+    scopes = sorted({session.scope for session in found})
+    if not scopes:
+        raise NotFoundError(f"session {session_id} does not exist", code="session_not_found", param=param)
+    if len(scopes) > 1:
+        raise AmbiguousSessionError(
+            f"{len(scopes)} API keys have a session {session_id}; say with ?scope= whose is meant",
+            param=param,
+            scopes=scopes,
+        )

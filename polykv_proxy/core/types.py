@@ -19,6 +19,9 @@ PoolId = NewType("PoolId", str)
 SessionId = NewType("SessionId", str)
 """A client conversation across requests."""
 
+SessionKey: TypeAlias = "tuple[Scope, SessionId]"
+"""A session among those of all callers: each key names its own as it likes."""
+
 SlotId = NewType("SlotId", int)
 """The engine's place for one running request, from 0."""
 

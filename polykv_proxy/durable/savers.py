@@ -45,15 +45,12 @@ class Savers:
     def of(self, scope: Scope, key: str) -> list[Session]:
         """The sessions that save under a key."""
         unnamed = key.removeprefix(f"auto/{self._run}/")
-        named = [self._sessions.get(SessionId(each)) for each in {key, unnamed}]
+        named = [self._sessions.get(SessionId(each), scope) for each in {key, unnamed}]
         found = dict.fromkeys([*self._noted.get((scope, key), ()), *named])
         return [
             each
             for each in found
-            if each is not None
-            and each.scope == scope
-            and self.key(each) == key
-            and self._sessions.holds(each)
+            if each is not None and self.key(each) == key and self._sessions.holds(each)
         ]
 
     def is_anothers(self, session: Session, key: str) -> bool:

@@ -54,9 +54,10 @@ class Sessions:
             NotFoundError: there is none.
             ConflictError: it runs.
         """
-        kept = await self._runtime.saver.on_close(self._plane.sessions.idle(session_id, scope), keep=keep)
+        session = self._plane.sessions.idle(session_id, scope)
+        kept = await self._runtime.saver.on_close(session, keep=keep)
         slot = self._runtime.end_session(session_id, scope)
-        self._runtime.gatekeeper.gate.on_close(session_id, monotonic())
+        self._runtime.gatekeeper.gate.on_close(session.key, monotonic())
         self._runtime.gatekeeper.wake()
         log.info("session_closed", session_id=session_id)
         if slot is None:

@@ -5,6 +5,7 @@ import pytest_asyncio
 from fake_durable import FakeDurable
 
 from api.rig import CHAT, Rig, chat
+from polykv_proxy.api.identity import scope_of_keys
 
 
 @pytest_asyncio.fixture
@@ -49,6 +50,20 @@ async def test_others_see_nothing_and_delete_nothing(rig):
     await talk(rig, "run/a", "first")
     assert (await rig.ask("/polykv/cache")).status == 401
     assert len((await get(rig, "/run")).json["entries"]) == 1
+
+
+async def test_a_scope_tells_two_keys_states_of_one_name_apart(rig):
+    """To see and to delete; tombstones, too."""
+    for key in ("one", "two"):
+        await talk(rig, "a", key * 30, key=key)
+    one, two = (scope_of_keys(key, None, shared=False) for key in ("one", "two"))
+    listed = (await get(rig, "/a")).json["entries"]
+    assert sorted((each["key"], each["scope"]) for each in listed) == sorted([("a", one), ("a", two)])
+    assert [each["scope"] for each in (await get(rig, f"/a?scope={one}")).json["entries"]] == [one]
+    assert (await get(rig, f"/a?scope={one}", method="DELETE")).json["deleted"] == 1
+    left = (await get(rig, "/a")).json
+    assert [each["scope"] for each in left["entries"]] == [two]
+    assert [(each["scope"], each["reason"]) for each in left["tombstones"]] == [(one, "deleted")]
 
 
 async def test_a_key_takes_all_below_it(rig):

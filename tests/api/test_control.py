@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from api.rig import CHAT, POOL, TOKENS, chat, until
+from polykv_proxy.api.identity import scope_of_keys
 from polykv_proxy.core.types import PoolOrigin, PoolState
 
 # -- creating ---------------------------------------------------------------------------------------------
@@ -605,6 +606,35 @@ async def test_an_administrator_sees_everything_and_owns_what_the_client_key_say
     assert answer.json["opencoti"]["n_pool_shared"] == made["prefix_len"]
     other = await rig.ask("/polykv/pools", X_Polykv_Admin_Key="k", Authorization="Bearer somebody")
     assert len(other.json["pools"]) == 1
+
+
+async def test_only_the_admin_key_sees_through_the_eyes_of_another(proxies):
+    """``?scope=`` shows an administrator what one key sees, and nobody else more than its own."""
+    rig, admin = await proxies(admin="k"), {"X_Polykv_Admin_Key": "k"}
+    scopes = [scope_of_keys(key, None, shared=False) for key in ("one", "")]
+    for key in ("one", ""):
+        await rig.ask(CHAT, chat("hi"), X_Api_Key=key)
+    assert len((await rig.ask("/polykv/sessions", **admin)).json["sessions"]) == 2
+    for scope in scopes:
+        found = (await rig.ask(f"/polykv/sessions?scope={scope}", **admin)).json
+        assert [each["scope"] for each in found["sessions"]] == [scope]
+        assert found["other_keys_sessions"] == 1
+        made = await rig.ask(f"/polykv/pools?scope={scope}", POOL, **admin, X_Api_Key="two")
+        (pool,) = (await rig.ask(f"/polykv/pools?scope={scope}", **admin)).json["pools"]
+        assert (pool["pool_id"], pool["scope"]) == (made.json["pool_id"], scope)
+    answer = await rig.ask("/polykv/sessions?scope=one", **admin)
+    assert (answer.status, answer.error["param"]) == (400, "scope")
+
+
+async def test_a_scope_is_no_key(rig):
+    """Who knows another's sees nothing by it; its own changes nothing."""
+    mine, other = (scope_of_keys(key, None, shared=False) for key in ("mine", "other"))
+    await rig.ask(CHAT, chat("hi"), X_Api_Key="mine")
+    found = await rig.ask(f"/polykv/sessions?scope={mine}", X_Api_Key="mine")
+    assert [each["scope"] for each in found.json["sessions"]] == [mine]
+    for scope, key in ((mine, "other"), (other, "mine"), ("", "mine")):
+        answer = await rig.ask(f"/polykv/sessions?scope={scope}", X_Api_Key=key)
+        assert (answer.status, answer.error["code"]) == (401, "admin_key_required")
 
 
 # -- without pools ----------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from polykv_proxy.api.identity import (
+    is_scope,
     names_of,
     our_headers,
     scope_of,
@@ -42,6 +43,14 @@ def test_without_a_key_there_is_the_common_scope(fields):
 def test_sharing_across_keys_gives_one_scope():
     """Then nobody is told apart."""
     assert scope_of(head(b"X-Api-Key: secret"), shared=True) == ""
+
+
+def test_a_scope_has_a_form_of_its_own():
+    """That of every key, and of none; nothing else."""
+    for key in ("secret", "", "schlüssel"):
+        assert is_scope(scope_of_keys(key, None, shared=False))
+    for other in ("secret", "0" * 31, "0" * 33, "A" * 32, "0" * 32 + "\n"):
+        assert not is_scope(other)
 
 
 @pytest.mark.parametrize("key", ["schlüssel".encode(), b"\xff\xfe"])

@@ -12,6 +12,7 @@ MEMBERS = {
     "x_request_id",
     "trace_id",
     "session_id",
+    "scope",
     "path",
     "engine",
     "slot",

@@ -5,6 +5,7 @@ from urllib.parse import quote
 import pytest
 
 from api.rig import CHAT, chat
+from polykv_proxy.api.identity import scope_of_keys
 
 POOL = {"prompt": "x" * 40}
 
@@ -41,6 +42,57 @@ async def test_another_keys_session_does_not_exist(rig):
         "/polykv/sessions/me/migrate", {"pool_id": made["pool_id"]}, Authorization="Bearer mine"
     )
     assert mine.error["code"] == "pool_not_found"
+
+
+async def test_a_key_learns_nothing_of_anothers_names(rig):
+    """Ids, heads, lists and records are those that it would have alone."""
+    for key in ("one", "two"):
+        answer = await rig.ask(CHAT, chat("hi", session_id="me", opencoti={}), X_Api_Key=key)
+        assert (answer.headers["x-session-id"], answer.json["opencoti"]["session_id"]) == ("me", "me")
+    for key in ("one", "two"):
+        seen = {"X_Api_Key": key}
+        (listed,) = (await rig.ask("/polykv/sessions", **seen)).json["sessions"]
+        (rate,) = (await rig.ask("/polykv/tps", **seen)).json["sessions"]
+        (record,) = (await rig.ask("/polykv/requests?session_id=me", **seen)).json["requests"]
+        scope = scope_of_keys(key, None, shared=False)
+        for each in (listed, rate, record):
+            assert (each["session_id"], each["scope"]) == ("me", scope)
+        slots = [slot["opencoti"]["session_id"] for slot in (await rig.ask("/slots", **seen)).json]
+        assert sorted(slots, key=str) == [None, "me"]
+    assert (await rig.ask("/polykv/sessions/me/close", {}, X_Api_Key="one")).status == 200
+    await rig.ask(CHAT, chat("hi", "more", session_id="me"), X_Api_Key="two")
+    (record,) = (await rig.ask("/polykv/requests?limit=1", X_Api_Key="two")).json["requests"]
+    assert (record["session_id"], record["continued"]) == ("me", True)
+
+
+async def test_an_administrator_says_whose_session_is_meant(proxies):
+    """By the scope that the list shows; a name that several keys have is refused without, and lists them."""
+    rig, admin = await proxies(admin="k", slots=3), {"X_Polykv_Admin_Key": "k"}
+    for key in ("one", "two"):
+        await rig.ask(CHAT, chat("hi", session_id="me"), X_Api_Key=key)
+    listed = (await rig.ask("/polykv/sessions", **admin)).json["sessions"]
+    assert [each["session_id"] for each in listed] == ["me", "me"]
+    one, two = (scope_of_keys(key, None, shared=False) for key in ("one", "two"))
+    made = await rig.pool(None, **admin, X_Api_Key="two")
+    asked = (
+        ("/polykv/sessions/me/close", {}, "session_id"),
+        ("/polykv/sessions/me/migrate", {"pool_id": made["pool_id"]}, "session_id"),
+        ("/polykv/pools", {"from_session": "me"}, "from_session"),
+    )
+    for path, body, param in asked:
+        answer = await rig.ask(path, body, **admin)
+        assert (answer.status, answer.error["code"]) == (409, "session_ambiguous")
+        assert (answer.error["param"], answer.error["scopes"]) == (param, sorted((one, two)))
+    moved = await rig.ask(f"{asked[1][0]}?scope={two}", asked[1][1], **admin)
+    assert (moved.status, moved.json["session_id"]) == (200, "me")
+    taken = await rig.ask(f"{asked[2][0]}?scope={one}", asked[2][1], **admin)
+    assert taken.status == 201
+    (pool,) = (await rig.ask(f"/polykv/pools?scope={one}", **admin)).json["pools"]
+    assert (pool["pool_id"], pool["scope"]) == (taken.json["pool_id"], one)
+    assert (await rig.ask(f"{asked[0][0]}?scope={one}", {}, **admin)).status == 200
+    (left,) = (await rig.ask("/polykv/sessions", **admin)).json["sessions"]
+    assert left["scope"] == two
+    assert (await rig.ask(asked[0][0], {}, **admin)).status == 200  # now there is one
 
 
 async def test_a_session_moves(rig):

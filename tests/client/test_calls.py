@@ -54,6 +54,14 @@ def test_names_of_sessions_are_quoted():
     assert json.loads(call.content) == {"pool_id": "p"}
 
 
+def test_an_administrator_says_whose_session_is_meant():
+    """With the scope that listings show; without, nothing is said."""
+    for make in (calls.close_session, lambda name, **more: calls.migrate_session(name, "p", **more)):
+        assert make("A").params == {}
+        assert make("A", scope="").params == {"scope": ""}
+        assert make("A", scope="ab").params == {"scope": "ab"}
+
+
 def test_a_reservation_always_has_a_key():
     """So that a repeated request does not reserve twice."""
     call = calls.reserve("p", sessions=2, ttl_s=9.0, idempotency_key="k")

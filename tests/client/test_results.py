@@ -57,6 +57,10 @@ def test_rates_are_found_by_session():
     rates = results.Rates.read({"ts": 1.0, "sessions": [{"session_id": "a", "tps_ewma": 9.5}]})
     assert rates.of("a").tps_ewma == 9.5
     assert rates.of("b") is None
+    two = [{"session_id": "a", "scope": scope, "tps_ewma": tps} for scope, tps in (("x", 1.0), ("", 2.0))]
+    rates = results.Rates.read({"ts": 1.0, "sessions": two})
+    assert [rates.of("a", scope).tps_ewma for scope in ("x", "", None)] == [1.0, 2.0, 1.0]
+    assert rates.of("a", "y") is None
 
 
 def test_a_chat_is_read_with_and_without_the_proxy():

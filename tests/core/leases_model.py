@@ -339,7 +339,7 @@ class LeasesAgainstModel:
         if idle:
             self.done["ended"] += 1
             session = self.some(idle)
-            slot, commands = self.plane.end_session(session.session_id, None, self.now)
+            slot, commands = self.plane.end_session(session.session_id, session.scope, self.now)
             self.left.pop(slot, None)
             self.obey(commands)
 
@@ -449,13 +449,13 @@ class LeasesAgainstModel:
         assert all(lease.ended for lease in self.running if self.of_epoch[lease.lease_id] != self.epoch)
 
     def a_session_is_in_one_slot(self):
-        """Board and sessions agree, and ids are unique; an idle slot holds what it was left with."""
+        """Board and sessions agree, and ids are unique in a scope; idle slots hold what was left."""
         held = [(slot.session, slot.slot) for slot in self.plane.board if slot.session is not None]
         assert all(session.slot == number for session, number in held)
         for session in self.plane.sessions:
             if session.slot is not None:
                 assert self.plane.board.slots[session.slot].session is session
-        ids = [session.session_id for session in self.plane.sessions]
+        ids = [session.key for session in self.plane.sessions]
         assert len(ids) == len(set(ids))
         for slot in self.plane.board:
             if slot.idle:

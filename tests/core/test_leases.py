@@ -323,11 +323,11 @@ def test_a_diverging_request_under_a_resident_name_is_another_conversation():
 
 
 def test_the_same_name_of_another_key_is_another_session():
-    """Ids are unique over all keys, and a forged name opens nothing."""
+    """Each key has its own of that name, and a forged name opens nothing."""
     plane = serving()
     mine = turn(plane, 1, 2, name="a")
     other = turn(plane, 1, 2, 3, name="a", scope=Scope("t"))
-    assert other.session_id == "a#2"
+    assert (other.session_id, other is mine) == ("a", False)
     assert (mine.turns, other.turns) == (1, 1)
 
 

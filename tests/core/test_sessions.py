@@ -5,7 +5,7 @@ import pytest
 from polykv_proxy.core import sessions
 from polykv_proxy.core.sessions import EXPIRY_S, SESSION_IDLE_S, SessionBook
 from polykv_proxy.core.types import Scope, SlotId
-from polykv_proxy.errors import ConflictError, NotFoundError
+from polykv_proxy.errors import AmbiguousSessionError, ConflictError, NotFoundError
 
 ONE, OTHER = Scope("one"), Scope("other")
 
@@ -27,12 +27,46 @@ def test_sessions_without_a_name_are_numbered():
 
 
 def test_a_name_is_a_namespace_within_its_scope():
-    """Further conversations under a name, and those of other keys, get ids of their own."""
+    """Further conversations under a name get ids of their own; those of another key are as if alone."""
     book = SessionBook()
     mine, again, foreign = begin(book, "a"), begin(book, "a"), begin(book, "a", OTHER)
-    assert [each.session_id for each in (mine, again, foreign)] == ["a", "a#2", "a#3"]
-    assert book.get(foreign.session_id) is foreign
-    assert [each.session_id for each in book] == ["a", "a#2", "a#3"]
+    assert [each.session_id for each in (mine, again, foreign)] == ["a", "a#2", "a"]
+    assert book.get("a", ONE) is mine
+    assert book.get("a", OTHER) is foreign
+    assert book.get("a#2", OTHER) is None
+    assert list(book) == [mine, again, foreign]
+    assert len({each.key for each in book}) == 3
+
+
+def test_what_is_done_to_one_of_two_of_an_id_leaves_the_other():
+    """Using it, forgetting it, ending it."""
+    book = SessionBook()
+    mine, foreign = begin(book, "a"), begin(book, "a", OTHER)
+    book.note(mine, 1.0)
+    assert list(book) == [foreign, mine]
+    book.end(mine)
+    assert book.get("a", ONE) is None
+    assert book.holds(foreign)
+    again = begin(book, "a", now=SESSION_IDLE_S)
+    book.expire(SESSION_IDLE_S + 1.0)
+    assert list(book) == [again]
+    assert again.session_id == "a"
+
+
+def test_an_administrator_says_whose_session_is_meant():
+    """Where several keys have one of that id; it is told which."""
+    book = SessionBook()
+    mine = begin(book, "a")
+    assert book.seen("a", None) == [mine]
+    foreign = begin(book, "a", OTHER)
+    assert book.seen("a", None) == [mine, foreign]
+    assert book.seen("a", OTHER) == [foreign]
+    for ask in (book.need, book.idle):
+        with pytest.raises(AmbiguousSessionError) as caught:
+            ask("a", None)
+        assert (caught.value.status, caught.value.code) == (409, "session_ambiguous")
+        assert caught.value.details == {"scopes": [ONE, OTHER]}
+    assert book.need("a", OTHER) is foreign
 
 
 def test_only_the_latest_idle_namesake_goes_on():

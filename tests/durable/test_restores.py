@@ -7,6 +7,7 @@ import pytest
 from api.rig import CHAT, chat, until
 
 from durable.test_sessions import keys, prompt_of, turn
+from polykv_proxy.api.identity import scope_of_keys
 from polykv_proxy.core.catalogue import Kind, Reason, Retention
 from polykv_proxy.core.types import Scope
 from polykv_proxy.durable.saves import Label
@@ -189,11 +190,11 @@ async def test_who_does_not_go_on_from_what_is_being_saved_does_not_wait_for_it(
     await turn(rig, "b", "first")
     assert not keeping.done()
     restores = rig.durable.restores
-    assert restores._on_the_way(rig.runtime.plane.sessions.get("a"))
-    assert not restores._on_the_way(rig.runtime.plane.sessions.get("b"))
+    assert restores._on_the_way(rig.runtime.plane.sessions.get("a", Scope("")))
+    assert not restores._on_the_way(rig.runtime.plane.sessions.get("b", Scope("")))
     held.set()
     await keeping
-    assert not restores._on_the_way(rig.runtime.plane.sessions.get("a"))
+    assert not restores._on_the_way(rig.runtime.plane.sessions.get("a", Scope("")))
     assert len(rig.engine.moved("restore")) == before
 
 
@@ -283,3 +284,39 @@ async def test_another_conversation_of_a_name_saves_beside_what_is_there(proxies
     await again.durable.drain()
     assert keys(again) == ["foo", "foo#2"]  # it goes on under that key
     assert [await again.durable.shelf.check(each) for each in again.durable.shelf.catalogue] == [True, True]
+
+
+async def test_what_was_saved_under_a_number_is_found_by_the_name_alone(proxies):
+    """As it was while another key had the name: the first that calls itself so now goes on with it."""
+    for content in ("y" * 600, "q" * 100):
+        rig = await proxies(slots=2, idle_save_s=1000.0)
+        await turn(rig, "foo", content)
+        await rig.durable.drain()
+    assert keys(rig) == ["foo", "foo#2"]
+    again = await proxies(slots=2, idle_save_s=1000.0)
+    (first,) = (each for each in again.durable.shelf.catalogue if each.state.key == "foo")
+    assert await again.durable.shelf.remove(first, Reason.DELETED)
+    answer = (await again.ask(CHAT, chat("foo", "q" * 100, "more", session_id="foo"))).json["opencoti"]
+    assert answer["session_id"] == "foo"
+    assert answer["restored_tokens"] == prompt_of(again, "foo", "q" * 100)
+    await again.durable.drain()
+    assert keys(again) == ["foo#2"]
+
+
+async def test_two_keys_save_under_one_name(proxies):
+    """And each goes on from its own, also after a restart."""
+    rig = await proxies(slots=2, idle_save_s=1000.0)
+    for key in ("one", "two"):
+        await rig.ask(CHAT, chat("foo", key * 40, session_id="foo"), X_Api_Key=key)
+    await rig.durable.drain()
+    assert keys(rig) == ["foo", "foo"]
+    again = await proxies(slots=2, idle_save_s=1000.0)
+    for key in ("two", "one"):
+        body = chat("foo", key * 40, "more", session_id="foo")
+        answer = (await again.ask(CHAT, body, X_Api_Key=key)).json["opencoti"]
+        assert (answer["session_id"], answer["restored_tokens"]) == ("foo", prompt_of(again, "foo", key * 40))
+    await again.durable.drain()
+    assert keys(again) == ["foo", "foo"]
+    assert (await again.ask("/polykv/sessions/foo/close", {}, X_Api_Key="one")).status == 200
+    (left,) = again.durable.shelf.catalogue
+    assert left.scope == scope_of_keys("two", None, shared=False)

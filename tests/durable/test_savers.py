@@ -11,14 +11,14 @@ ME, YOU = Scope(""), Scope("you")
 
 
 def test_keys_of_those_with_and_without_a_name():
-    """An id is unique over all scopes, and unnamed ones are counted anew in each run."""
+    """Each key has its own, and unnamed ones are counted anew in each run."""
     book = SessionBook()
     savers = Savers(book, "r1")
     named, other, unnamed = book.begin(ME, "a", 0.0), book.begin(YOU, "a", 0.0), book.begin(ME, None, 0.0)
-    assert [savers.key(each) for each in (named, other, unnamed)] == ["a", "a#2", "auto/r1/auto-1"]
+    assert [savers.key(each) for each in (named, other, unnamed)] == ["a", "a", "auto/r1/auto-1"]
     assert savers.of(ME, "a") == [named]
-    assert savers.of(YOU, "a") == []
-    assert savers.of(YOU, "a#2") == [other]
+    assert savers.of(YOU, "a") == [other]
+    assert savers.of(YOU, "a#2") == []
     assert savers.of(ME, "auto/r1/auto-1") == [unnamed]
     assert savers.of(ME, "auto/r2/auto-1") == savers.of(ME, "auto-1") == []
 

@@ -280,7 +280,7 @@ async def test_who_is_emptied_for_his_cells_is_saved_first(proxies):
     await rig.durable.shelf.all_over()
     assert keys(rig) == ["a"]
     await turn(rig, "b", "first")
-    slot = rig.runtime.plane.sessions.get("b").slot
+    slot = rig.runtime.plane.sessions.get("b", Scope("")).slot
     assert await rig.runtime._empty(SlotId(slot))
     await rig.durable.shelf.all_over()
     assert keys(rig) == ["a", "b"]
@@ -419,7 +419,7 @@ async def test_what_cannot_be_saved_is_not_written_out_again_and_again(proxies):
     assert len(rig.engine.moved("save")) == before + 1
     await rig.durable.drain()
     assert len(rig.engine.moved("save")) == before + 2
-    rig.runtime.plane.sessions.get("a").refused_at -= RETRY_S
+    rig.runtime.plane.sessions.get("a", Scope("")).refused_at -= RETRY_S
     await rig.durable.sessions.keep_idle(0.0)
     assert len(rig.engine.moved("save")) == before + 3
     await turn(rig, "a", "y" * 300, "more")
@@ -541,7 +541,7 @@ async def test_a_save_that_does_not_end_is_not_waited_for_for_ever(proxies, monk
     await until(lambda: rig.runtime.plane.board.slots[0].borrowed)
     answer = await rig.ask("/polykv/sessions/a/migrate", {"pool_id": pool["pool_id"]})
     assert (answer.status, answer.error["code"]) == (409, "slot_busy")
-    assert rig.runtime.plane.sessions.get("a").moves_to is None
+    assert rig.runtime.plane.sessions.get("a", Scope("")).moves_to is None
     held.set()
     await keeping
 
@@ -632,7 +632,7 @@ async def test_who_goes_on_before_what_he_left_is_on_disk_is_not_believed_to_hav
     go_on = hanging(rig, "sync_file")
     idle = asyncio.create_task(rig.durable.sessions.keep_idle(0.0))
     await until(lambda: len(rig.durable.shelf.saves) == 1 and rig.idle == 1)
-    session = rig.runtime.plane.sessions.get("a")
+    session = rig.runtime.plane.sessions.get("a", Scope(""))
     assert session.coming == session.delivered
     answer = await rig.ask(CHAT, chat("a", "z" * 700, session_id="a"))
     assert answer.status == 200

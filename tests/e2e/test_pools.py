@@ -369,6 +369,27 @@ async def test_key_of_another_caller_does_not_open_a_pool(clean: Served) -> None
     assert (await clean.http("DELETE", f"/polykv/pools/{pool['pool_id']}", headers=mine)).status == 200
 
 
+async def test_one_keys_names_say_nothing_of_anothers(clean: Served) -> None:
+    """PROD-9: two keys call a session the same; each has it under that name, with KV of its own."""
+    one, two = {"Authorization": "Bearer one"}, {"Authorization": "Bearer two"}
+    heard = {}
+    for key, number in ((one, 1), (two, 2)):
+        body = chat(f"I am {number}.", session_id="agent", max_tokens=4, opencoti={"auto_match": False})
+        answer = await clean.http.post("/v1/chat/completions", body, key)
+        assert answer.json["opencoti"]["session_id"] == answer.headers["x-session-id"] == "agent"
+        assert answer.json["timings"]["cache_n"] == 0
+        heard[number] = (body["messages"], answer.json)
+    assert (await clean.http.post("/polykv/sessions/agent/close", {}, one)).status == 200
+    assert (await clean.http.post("/polykv/sessions/agent/close", {}, one)).status == 404
+    messages, told = heard[2]
+    said = [told["choices"][0]["message"], {"role": "user", "content": "And?"}]
+    again = chat("", session_id="agent", max_tokens=4) | {"messages": [*messages, *said]}
+    answer = await clean.http.post("/v1/chat/completions", again, two)
+    assert answer.json["timings"]["cache_n"] >= told["usage"]["prompt_tokens"]
+    (listed,) = (await clean.http.get("/polykv/sessions", headers=two)).json["sessions"]
+    assert (listed["session_id"], listed["turns"]) == ("agent", 2)
+
+
 async def test_conversations_return_to_the_slot_that_holds_them(clean: Served) -> None:
     """POOL-12, 16: interleaved agents without ids compute only new tokens from turn two on."""
     histories = [

@@ -687,7 +687,7 @@ async def test_a_snapshot_that_cannot_be_is_refused(start, n_tokens, whole, stat
 async def test_a_session_in_a_slot_that_is_borrowed_is_saved_then(rig):
     """What borrows it is ours and over in a moment: nobody outside is told of it."""
     await rig.ask("/completion", {"prompt": PROMPT, "session_id": "me"})
-    slot = rig.runtime.plane.sessions.get("me").slot
+    slot = rig.runtime.plane.sessions.get("me", Scope("")).slot
     lease = rig.runtime.borrow(slot)
     asked = rig.start("/polykv/pools", {"from_session": "me"})
     await asyncio.sleep(0.05)

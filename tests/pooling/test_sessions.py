@@ -109,7 +109,7 @@ async def test_a_move_that_fails_changes_nothing(rig):
     await talked(rig)
     pool, _, _ = await create(rig, as_tokens(ids((1, 40))))
     before = rig.engine.used
-    path = f"/slots/{rig.runtime.plane.sessions.get(ME).slot}"
+    path = f"/slots/{rig.runtime.plane.sessions.get(ME, SCOPE).slot}"
     rig.engine.broken[path] = (501, b"{}")
     with pytest.raises(UnavailableError):
         await rig.pooling.sessions.migrate(ME, SCOPE, pool)
@@ -122,7 +122,7 @@ async def test_a_move_that_fails_changes_nothing(rig):
     await rig.pooling.release(pool, recursive=False)
     with pytest.raises(ConflictError):
         await rig.pooling.sessions.migrate(ME, SCOPE, pool)
-    session = rig.runtime.plane.sessions.get(ME)
+    session = rig.runtime.plane.sessions.get(ME, SCOPE)
     assert (session.moves_to, rig.engine.used) == (None, before - 40)
 
 
@@ -135,4 +135,4 @@ async def test_a_pool_that_went_before_the_next_request_is_no_error(rig):
     answer = await rig.ask("/completion", {"prompt": ids((1, 40), (2, 10), (3, 5)), "session_id": ME})
     assert answer.status == 200
     assert "x-pool-id" not in answer.headers
-    assert rig.runtime.plane.sessions.get(ME).moves_to is None
+    assert rig.runtime.plane.sessions.get(ME, SCOPE).moves_to is None
