@@ -29,9 +29,12 @@ if TYPE_CHECKING:
 
     from polykv_proxy.core.policies import Given
 
-Tps = Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
-Ratio = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
-Seconds = Annotated[float, Field(ge=0, le=86_400, allow_inf_nan=False)]
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+"""Neither ``yes`` nor a text that reads like one: the schema says number."""
+Whole = Annotated[int, Field(strict=True)]
+Tps = Annotated[Number, Field(gt=0, le=1e6)]
+Ratio = Annotated[Number, Field(ge=0, lt=1)]
+Seconds = Annotated[Number, Field(ge=0, le=86_400)]
 
 _POLICY = Policy()
 _CELLS = CellPolicy()
@@ -56,22 +59,22 @@ class AdmissionKeys(_Section):
     projection: Projection = _POLICY.projection
     """``fitted``: the measured curve of decode time, once known. ``conservative``: mean x n / (n + 1)."""
 
-    settle_tokens: int = Field(default=_POLICY.settle_tokens, ge=0, le=4096)
+    settle_tokens: Whole = Field(default=_POLICY.settle_tokens, ge=0, le=4096)
     """Tokens that a newcomer decodes before the next one may follow."""
 
-    settle_max_ms: int = Field(default=int(_POLICY.settle_max_s * 1000), ge=0, le=60_000)
+    settle_max_ms: Whole = Field(default=int(_POLICY.settle_max_s * 1000), ge=0, le=60_000)
     """Milliseconds after which the next one may follow in any case."""
 
     kv_headroom_ratio: Ratio = _POLICY.kv_headroom_ratio
     """Share of all KV cells, 0 to 1, that must still be free after a session came in."""
 
-    queue_max_depth: int = Field(default=_POLICY.queue_max_depth, ge=0, le=4096)
+    queue_max_depth: Whole = Field(default=_POLICY.queue_max_depth, ge=0, le=4096)
     """Sessions of one pool that may wait to come in; one more is refused."""
 
     queue_max_wait_s: Seconds = _POLICY.queue_max_wait_s
     """Longest wait to come in, in seconds; then 429."""
 
-    priority: int = Field(default=_POLICY.priority, ge=-100, le=100)
+    priority: Whole = Field(default=_POLICY.priority, ge=-100, le=100)
     """Higher goes first in the queue; each step is worth 30 seconds of waiting."""
 
     session_idle_s: Seconds = _POLICY.session_idle_s
@@ -91,21 +94,21 @@ class CellKeys(_Section):
     watermark_ratio: Ratio = _CELLS.watermark_ratio
     """Share of the KV cells, 0 to 1, that admissions always leave free."""
 
-    growth_tokens: int = Field(default=_CELLS.growth_tokens, ge=1, le=4096)
+    growth_tokens: Whole = Field(default=_CELLS.growth_tokens, ge=1, le=4096)
     """Cells that a running request may fill between two samples, and while one is stopped and a slot is
     emptied after that."""
 
-    overcommit: bool = _CELLS.overcommit
+    overcommit: Annotated[bool, Field(strict=True)] = _CELLS.overcommit
     """Reserve what requests are expected to produce. Off: all that ``max_tokens`` allows. Then none is ever
     ended early because others grew, but one without ``max_tokens`` takes the whole cache."""
 
-    assumed_tokens: int = Field(default=_CELLS.assumed_tokens, ge=1)
+    assumed_tokens: Whole = Field(default=_CELLS.assumed_tokens, ge=1)
     """Length of an answer, in tokens, that is expected while nothing is known of its kind."""
 
-    quantile: float = Field(default=_CELLS.quantile, gt=0, lt=1)
+    quantile: Number = Field(default=_CELLS.quantile, gt=0, lt=1)
     """Share of the answers of a kind, 0 to 1, that an expectation covers."""
 
-    stale_after_s: Annotated[float, Field(gt=1, le=600)] = _CELLS.stale_after_s
+    stale_after_s: Annotated[Number, Field(gt=1, le=600)] = _CELLS.stale_after_s
     """Age of the last sample, in seconds, from which the engine counts as full."""
 
 

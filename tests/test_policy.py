@@ -133,6 +133,21 @@ def test_a_posted_policy_is_held_to_the_same_keys():
         policy.posted([])
 
 
+@pytest.mark.parametrize("keys", [AdmissionKeys, CellKeys])
+def test_what_only_reads_like_a_value_is_none(write, keys):
+    """A number is no ``yes`` and no text, and a truth is no number: in a file as in a request."""
+    section = "default" if keys is AdmissionKeys else "cells"
+    for key, value in {**policy.document(Policy()), **dict(CellKeys())}.items():
+        if key not in keys.model_fields:
+            continue
+        for wrong in ("1",) if isinstance(value, bool) else ("yes", "'1'", "[1]"):
+            with pytest.raises(ConfigError, match=rf"{section}\.{key}: "):
+                policy.load(write(f"{section}: {{{key}: {wrong}}}"))
+    with pytest.raises(BadRequestError) as caught:
+        policy.posted({"settle_tokens": True})
+    assert caught.value.param == "settle_tokens"
+
+
 def test_a_policy_is_told_with_the_keys_it_is_given_by():
     """What is echoed can be posted."""
     told = policy.document(Policy(target_tps_per_session=4.0, settle_max_s=0.25))
