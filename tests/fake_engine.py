@@ -285,7 +285,8 @@ class FakeEngine:
         return await self._json({"object": "list", "data": [{"index": 0, "embedding": [0.0, 1.0]}]})
 
     async def _metrics(self, _request: web.Request) -> web.Response:
-        return web.Response(text=self.metrics, content_type="text/plain")
+        fields = {"Process-Start-Time-Unix": "1700000000", "Access-Control-Allow-Origin": "*"}
+        return web.Response(text=self.metrics, content_type="text/plain", headers=fields)
 
     async def _slot_action(self, request: web.Request) -> web.Response:
         action = request.query.get("action", "")

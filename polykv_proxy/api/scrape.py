@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from polykv_proxy.api.guard import Guard
     from polykv_proxy.edge.exchange import Exchange
-    from polykv_proxy.edge.head import RequestHead, ResponseHead
+    from polykv_proxy.edge.head import Headers, RequestHead, ResponseHead
     from polykv_proxy.fleet import Engine, Fleet
     from polykv_proxy.metrics import Exposition
 
@@ -28,8 +28,8 @@ log = structlog.get_logger(__name__)
 class Scrape:
     """The handler.
 
-    1. An engine gives its series: those, then ours; of several engines each series has a label. Whoever has
-       the admin key is let in with the engine's own.
+    1. An engine gives its series: those, then ours, under the fields of its answer; of several engines each
+       series has a label, and the fields are ours. Whoever has the admin key is let in with the engine's own.
     2. It has none, does not serve, or fails to answer: ours. Its key, which it cannot check now, is checked
        here.
     3. It refuses, for want of its key say: its refusal; what is not for everybody there is not here.
@@ -51,6 +51,7 @@ class Scrape:
         """Answer one scrape."""
         answers = await asyncio.gather(*(self._ask(engine, exchange) for engine in self._fleet))
         texts: dict[str, bytes] = {}
+        fields: Headers = []
         for engine, answer in zip(self._fleet, answers, strict=True):
             if answer is None or answer[0].status >= 500:
                 self._require_key(exchange.head, engine.key)
@@ -58,6 +59,7 @@ class Scrape:
             head, body = answer
             if head.status == 200:
                 texts[engine.name] = body
+                fields = [field for field in kept_headers(head) if field[0].lower() != b"content-type"]
             elif head.status != 404:
                 await exchange.respond(head.status, kept_headers(head), body)
                 return
@@ -65,7 +67,9 @@ class Scrape:
         if theirs and not theirs.endswith(b"\n"):
             theirs += b"\n"
         text = theirs + self._exposition.render(named=self._guard.is_operator(guarded(exchange.head)))
-        await exchange.respond(200, [(b"Content-Type", CONTENT_TYPE.encode())], text)
+        if len(self._fleet) > 1:
+            fields = []
+        await exchange.respond(200, [(b"Content-Type", CONTENT_TYPE.encode()), *fields], text)
 
     async def _ask(self, engine: Engine, exchange: Exchange) -> tuple[ResponseHead, bytes] | None:
         """One engine's own answer; None without one."""

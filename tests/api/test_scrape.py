@@ -23,6 +23,8 @@ async def test_the_engines_series_and_ours(rig):
     assert found["llamacpp:requests_processing",] == 0
     assert found["opencoti_polykv:engine_up",] == 1
     assert rig.engine.of("/metrics")[-1].header("accept-encoding") is None
+    assert answer.headers["Process-Start-Time-Unix"] == "1700000000"
+    assert answer.headers["Access-Control-Allow-Origin"] == "*"
 
 
 async def test_an_engines_text_without_a_last_line_end(rig):
@@ -112,7 +114,9 @@ async def test_several_engines_in_one_exposition(proxies):
     """Each series once, with the engine's name; one that is down is missing from its own, not from ours."""
     rig = await proxies(models=("one", "two"))
     rig.engines[1].metrics = rig.engines[1].metrics.replace("processing 0", "processing 5")
-    found = parsed((await rig.ask("/metrics")).body)
+    answer = await rig.ask("/metrics")
+    assert "Process-Start-Time-Unix" not in answer.headers
+    found = parsed(answer.body)
     assert found["llamacpp:requests_processing", ("engine", "engine-0")] == 0
     assert found["llamacpp:requests_processing", ("engine", "engine-1")] == 5
     assert found["opencoti_polykv:engine_up", ("engine", "engine-1")] == 1
