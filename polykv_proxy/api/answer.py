@@ -149,7 +149,8 @@ class AnswerReader:
         stream: whether the answer is an event stream.
         include_usage: whether the client asked for a usage chunk.
         completions: how many answers the request asked for.
-        block: makes our block from the usage once it is known; None: nothing is put in.
+        block: makes our block from the usage once it is known. Without it, or where it makes none, nothing is
+            put in.
     """
 
     def __init__(
@@ -159,7 +160,7 @@ class AnswerReader:
         stream: bool,
         include_usage: bool = False,
         completions: int = 1,
-        block: Callable[[Usage], dict[str, object]] | None = None,
+        block: Callable[[Usage], dict[str, object] | None] | None = None,
     ) -> None:
         self.usage = Usage()
         self._family = family
@@ -211,7 +212,11 @@ class AnswerReader:
             return rest
         self.usage = read_answer(document)
         self._done = True
-        return rest if self._block is None else insert_member(rest, "opencoti", self._block(self.usage))
+        return self._with_block(rest)
+
+    def _with_block(self, document: bytes) -> bytes:
+        block = None if self._block is None else self._block(self.usage)
+        return document if block is None else insert_member(document, "opencoti", block)
 
     def _interesting(self, events: bytes) -> bool:
         """A cheap look, so that the many events in the middle cost little."""
@@ -238,7 +243,7 @@ class AnswerReader:
         if not self._is_last(document):
             return event
         self._done = True
-        return event if self._block is None else insert_member(event, "opencoti", self._block(self.usage))
+        return self._with_block(event)
 
     def _is_last(self, document: dict[str, Any]) -> bool:
         finished = False

@@ -4,6 +4,7 @@ Rule 1: an answer that is not to carry our block is only watched: its ends are k
 Rule 2: a refusal is the engine's, in its own words, but for an overflow, which has one type for all.
 Rule 3: once a stream is open its status is spent: what goes wrong from then on is its last event.
 Rule 4: what an answer left behind is told to whoever saves KV only if the client got all of it.
+Rule 5: a defect in what we add to an answer is logged, and costs nobody the answer.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 import msgspec
+import structlog
 
 from polykv_proxy.api.answer import AnswerReader, Usage
 from polykv_proxy.api.overflow import STATUSES, Overflows
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
     from polykv_proxy.edge.upstream_response import UpstreamResponse
     from polykv_proxy.errors import EngineGoneError, PolyKVError
     from polykv_proxy.runtime import Runtime
+
+log = structlog.get_logger(__name__)
 
 ERROR_BODY_BYTES = 64 * 1024 * 1024
 
@@ -129,8 +133,16 @@ class Delivery:
             stream=stream,
             include_usage=asked.include_usage,
             completions=asked.completions,
-            block=lambda usage: self._reporting.block(work, usage),
+            block=lambda usage: self._block(work, usage),
         )
+
+    def _block(self, work: Work, usage: Usage) -> dict[str, object] | None:
+        """Our block; none where we fail to make it (rule 5)."""
+        try:
+            return self._reporting.block(work, usage)
+        except Exception:
+            log.exception("block_failed", request_id=work.entry.record.request_id)
+            return None
 
     async def _refuse(self, work: Work, response: UpstreamResponse, overflows: Overflows) -> bool:
         """The engine refuses a request (rule 2)."""

@@ -15,7 +15,7 @@ from polykv_proxy.api.families import Dialect
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_SCENE = frozenset({"system", "developer"})
+_SCENE = ("system", "developer")
 
 
 class _Conversation(msgspec.Struct):
@@ -66,7 +66,7 @@ def _scene(messages: list[dict[str, Any]]) -> Iterator[tuple[int, str]]:
 
 def _tools(messages: list[dict[str, Any]]) -> Iterator[tuple[int, str]]:
     """Results must answer calls of the message before them; other results may stand in between."""
-    open_calls: set[Any] = set()
+    open_calls: set[object] = set()
     for index, message in enumerate(messages):
         results = _results(message)
         if results and not results <= open_calls:
@@ -75,7 +75,10 @@ def _tools(messages: list[dict[str, Any]]) -> Iterator[tuple[int, str]]:
         if calls:
             # several calls in a row, each an item of its own, wait together
             together = message.get("type") == "function_call" and index > 0 and _calls(messages[index - 1])
-            open_calls = open_calls | calls if together else calls
+            if together:
+                open_calls |= calls
+            else:
+                open_calls = calls
         elif not results:
             open_calls = set()
 
@@ -86,23 +89,29 @@ def _last(messages: list[dict[str, Any]]) -> Iterator[tuple[int, str]]:
         yield len(messages) - 1, "last_is_user_or_tool"
 
 
-def _calls(message: dict[str, Any]) -> set[Any]:
+def _calls(message: dict[str, Any]) -> set[object]:
     """Ids of the tool calls in a message, of whichever API."""
     if message.get("type") == "function_call":
-        return {message.get("call_id")}
+        return {_id(message, "call_id")}
     calls = message.get("tool_calls")
     if isinstance(calls, list):
-        return {call.get("id") for call in calls if isinstance(call, dict)}
-    return {block.get("id") for block in _blocks(message, "tool_use")}
+        return {_id(call, "id") for call in calls if isinstance(call, dict)}
+    return {_id(block, "id") for block in _blocks(message, "tool_use")}
 
 
-def _results(message: dict[str, Any]) -> set[Any]:
+def _results(message: dict[str, Any]) -> set[object]:
     """Ids of the calls whose results a message carries."""
     if message.get("type") == "function_call_output":
-        return {message.get("call_id")}
+        return {_id(message, "call_id")}
     if message.get("role") == "tool":
-        return {message.get("tool_call_id")}
-    return {block.get("tool_use_id") for block in _blocks(message, "tool_result")}
+        return {_id(message, "tool_call_id")}
+    return {_id(block, "tool_use_id") for block in _blocks(message, "tool_result")}
+
+
+def _id(item: dict[str, Any], name: str) -> object:
+    """A call's id, which may be anything: the engine takes what is no text for none."""
+    value = item.get(name)
+    return msgspec.json.encode(value) if isinstance(value, list | dict) else value
 
 
 def _blocks(message: dict[str, Any], kind: str) -> list[dict[str, Any]]:

@@ -4,9 +4,11 @@ import json
 
 import pytest
 from fake_engine import Script
+from structlog.testing import capture_logs
 
 from api.bodies import APIS
 from api.rig import CHAT, PATIENT, chat, held_open, occupied
+from polykv_proxy.api import reporting
 
 
 async def test_an_engines_refusal_passes_untouched(rig):
@@ -77,3 +79,23 @@ async def test_an_engine_that_dies_under_a_held_stream_ends_it_with_an_error(pro
         assert b'"code":"engine_gone"' in rest.split(b"\n\n")[-2]
         await running
         await rig.quiet()
+
+
+@pytest.mark.parametrize("path", APIS)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_defect_in_our_block_costs_nobody_the_answer(rig, monkeypatch, path, stream):
+    """The client gets what the engine says; the log has what went wrong."""
+
+    def broken(*_):
+        raise TypeError("a defect")
+
+    monkeypatch.setattr(reporting, "judge", broken)
+    whole = await rig.ask(path, APIS[path] | {"stream": stream})
+    with capture_logs() as logged:
+        answer = await rig.ask(path, APIS[path] | {"stream": stream, "opencoti": {}})
+    assert answer.status == 200
+    assert b"opencoti" not in answer.body
+    assert b"error" not in answer.body
+    assert (len(answer.events), len(answer.body) > 0) == (len(whole.events), True)
+    assert "block_failed" in [entry["event"] for entry in logged]
+    await rig.quiet()

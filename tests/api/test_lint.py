@@ -67,6 +67,19 @@ def test_odd_lists(messages, violations):
     assert of(messages) == violations
 
 
+@pytest.mark.parametrize("odd", [None, True, 1.5, "", [], [1], {}, {"a": [1]}])
+def test_ids_and_roles_of_any_kind(odd):
+    """The engine takes some that are no text, and answers; what is no text can be the same all the same."""
+    asks = {"role": "assistant", "content": [{"type": "tool_use", "id": odd}]}
+    told = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": odd}]}
+    assert of([USER, asks, told], Dialect.ANTHROPIC) == []
+    assert of([USER, call(odd), result(odd)]) == []
+    assert of([USER, call("a"), result(odd)]) == [(2, "tool_after_caller")]
+    items = [{"type": "function_call", "call_id": odd}, {"type": "function_call_output", "call_id": odd}]
+    assert of([USER, *items], Dialect.RESPONSES) == []
+    assert of([USER, {"role": odd, "content": "c"}]) == [(1, "last_is_user_or_tool")]
+
+
 def test_blocks_of_anthropic():
     """Calls and results are blocks there, and results come from the user."""
     used = {"role": "assistant", "content": [{"type": "tool_use", "id": "a"}]}
