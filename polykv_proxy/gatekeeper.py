@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from polykv_proxy.core.policies import Given, Policy, PolicySet
     from polykv_proxy.core.pools import PrefixPool
     from polykv_proxy.core.rates import Progress
+    from polykv_proxy.core.sessions import Session
     from polykv_proxy.core.slots import Ask
     from polykv_proxy.core.types import PoolId, Scope, SessionKey, SlotId
     from polykv_proxy.policy import PolicyFile
@@ -45,6 +46,8 @@ class Visit:
         self._entered: Entered | None = None
         self._waiter: Waiter | None = None
         self.woken: asyncio.Future[Entered] | None = None
+        self.known: Session | None = None
+        """The session that it goes on with, where that is known from the start."""
 
     @property
     def waits(self) -> bool:
@@ -229,6 +232,7 @@ class Gatekeeper:
         pool_id = None if pool is None else pool.pool_id
         entry = Entry(session=name, policy=self.policy(pool), pool=pool_id, lease=lease)
         visit = Visit(self, entry)
+        visit.known = known
         visit.knock(entry, ask.scope)
         return visit
 

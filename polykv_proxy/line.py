@@ -29,7 +29,8 @@ class Pending:
 
     def __init__(self, line: Line, ticket: Ticket | None, lease: Lease | None) -> None:
         self._line = line
-        self._ticket = ticket
+        self.ticket = ticket
+        """Its place in line, where it has to wait."""
         self.lease = lease
         self.woken: asyncio.Future[Lease] | None = None
 
@@ -44,8 +45,8 @@ class Pending:
 
     def give_up(self) -> None:
         """Leave the queue; a lease that came in the meantime goes to the next in line."""
-        if self._ticket is not None and self.lease is None:
-            self._line.gave_up(self._ticket)
+        if self.ticket is not None and self.lease is None:
+            self._line.gave_up(self.ticket)
 
 
 class Line:

@@ -59,7 +59,7 @@ async def test_a_ticket_without_a_waiter_gives_its_lease_back(rig):
     rig.runtime.finish(one, clean=True, content=Content.NEW)
     assert rig.idle == 1
     assert pending.lease is None
-    rig.runtime._perform([WakeQueued(pending._ticket)])  # nothing more happens
+    rig.runtime._perform([WakeQueued(pending.ticket)])  # nothing more happens
     rig.runtime.finish(two, clean=True, content=Content.NEW)
     assert rig.idle == 2
 

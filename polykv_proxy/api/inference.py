@@ -29,6 +29,7 @@ from polykv_proxy.api.work import Work
 from polykv_proxy.core.slots import Content
 from polykv_proxy.core.tally import before, took
 from polykv_proxy.core.types import Capability, PoolId
+from polykv_proxy.core.waiting import Waiting
 from polykv_proxy.errors import PolyKVError, SaturatedError, StoppingError
 
 if TYPE_CHECKING:
@@ -124,11 +125,14 @@ class Inference:
         pools = self._runtime.plane.pools
         pool = None if asked.pool_id is None else pools.find(PoolId(asked.pool_id), work.scope)
         visit = work.visit = keeper.visit(ask, pool, lease=asked.lease_id)
+        room, work.waits = self._runtime.plane.waiting, Waiting(ask, visit.known, self._runtime.now_ts())
+        room.come(work.waits)
         try:
             if visit.waits:
                 await work.hold.until(visit.wait)
             await self._serve(work, ask)
         finally:
+            room.go(work.waits)
             visit.leave(work.cells)
 
     async def _serve(self, work: Work, ask: Ask) -> None:
@@ -143,6 +147,8 @@ class Inference:
                 if await self._attempt(work, await self._sized(work, ask)):
                     break
                 work.start_over()
+                if work.waits is not None:
+                    self._runtime.plane.waiting.come(work.waits)
         finally:
             line.let_go(work.place)
 
@@ -157,9 +163,12 @@ class Inference:
         runtime = self._runtime
         pending = runtime.line.request(ask, conversation=work.family.pooled, place=work.place)
         clock = work.clock = asyncio.timeout(None)
+        if work.waits is not None:
+            work.waits.ticket = pending.ticket
         try:
             work.lease = pending.lease or await work.hold.in_line(pending.wait)
             assert work.lease is not None
+            runtime.plane.waiting.go(work.waits)
             if work.family.pooled and not runtime.saver.is_settled:
                 return False
             if work.visit is not None and work.lease.session is not None:

@@ -31,6 +31,12 @@ def says(text: str) -> Meta:
 
 
 Activity = Annotated[str, Meta(extra_json_schema={"enum": ["running", "idle"]})]
+Presence = Annotated[
+    str,
+    Meta(extra_json_schema={"enum": ["running", "waiting", "idle"]}),
+    says("Waiting: at the gate, or for slots or cells."),
+]
+SessionOrNew = Annotated[str | None, says("Null of one whose first request waits.")]
 Rate = Annotated[float | None, says("Decode tokens per second that come to the session.")]
 WhoseScope = Annotated[str, says("Digest of the API key that it belongs to; empty: of none.")]
 OtherSessions = Annotated[int, says("Sessions of other API keys, which are not listed.")]
@@ -222,8 +228,8 @@ class Capacity(TypedDict):
     headroom_sessions: Annotated[
         int | None,
         says(
-            "Sessions that would come in now, each with `expected_tokens` or the mean; 0 unless "
-            "can_admit; null: nothing limits them. Not held to the free slots."
+            "Sessions that have room now behind those who wait, each with `expected_tokens` or the mean; 0 "
+            "unless can_admit; null: nothing limits them. Not held to the free slots."
         ),
     ]
     kv_headroom_pct: Annotated[float | None, says("`kv_cells_free` in percent.")]
@@ -253,23 +259,29 @@ class Leases(TypedDict):
 # -- sessions ----------------------------------------------------------------------------------------------
 
 
-class Session(TypedDict):
-    """A client's conversation."""
+class SessionRate(TypedDict):
+    """What a session experiences."""
 
     engine: str
-    session_id: str
+    session_id: SessionOrNew
+    name: Annotated[str | None, says("What its client called it.")]
     scope: WhoseScope
     pool_id: str | None
-    slot: int | None
-    state: Activity
-    resident: Annotated[bool, says("Whether a slot holds it.")]
-    turns: int
+    state: Presence
     tps_ewma: Rate
     ctx_used: CtxUsed
     ctx_total: int | None
     ctx_headroom_tokens: CtxHeadroom
+
+
+class Session(SessionRate):
+    """A client's conversation."""
+
+    slot: int | None
+    resident: Annotated[bool, says("Whether a slot holds it.")]
+    turns: int
     ttft_ms: float | None
-    started_ts: float
+    started_ts: Annotated[float, says("When its first request arrived.")]
 
 
 class Sessions(TypedDict):
@@ -297,20 +309,6 @@ class Migrated(TypedDict):
 
 
 # -- rates -------------------------------------------------------------------------------------------------
-
-
-class SessionRate(TypedDict):
-    """What a session experiences."""
-
-    engine: str
-    session_id: str
-    scope: WhoseScope
-    pool_id: str | None
-    state: Activity
-    tps_ewma: Rate
-    ctx_used: CtxUsed
-    ctx_total: int | None
-    ctx_headroom_tokens: CtxHeadroom
 
 
 class Rates(TypedDict):

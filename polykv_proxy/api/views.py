@@ -10,7 +10,7 @@ from polykv_proxy.core.experience import compaction_pressure, context_of, headro
 from polykv_proxy.core.keeping import holds_otherwise, is_held, is_orphan, last_use, resting, riding
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from polykv_proxy.api import shapes
     from polykv_proxy.core.plane import ControlPlane
@@ -163,21 +163,89 @@ def pool_view(engine: str, plane: ControlPlane, pool: PrefixPool) -> shapes.Pool
 
 
 def sessions(planes: Mapping[str, ControlPlane], scope: Scope | None) -> shapes.Sessions:
-    """Every session that ``scope`` may see, of each engine the most recently used first."""
-    return {
-        "sessions": [
-            _session(name, plane, session)
-            for name, plane in planes.items()
-            for session in reversed(list(plane.sessions))
-            if scope in (None, session.scope)
-        ],
-        "other_keys_sessions": _hidden(planes, scope),
-    }
+    """Every session that ``scope`` may see, of each engine those that begin, then the last used first."""
+    found: list[shapes.Session] = []
+    hidden = 0
+    for name, plane in planes.items():
+        seen = _Seen(name, plane, scope)
+        for row, since in seen.begin():
+            none: shapes.Session = {
+                **row,
+                "slot": None,
+                "resident": False,
+                "turns": 0,
+                "ttft_ms": None,
+                "started_ts": since,
+            }
+            found.append(none)
+        for row, session in seen.known():
+            one: shapes.Session = {
+                **row,
+                "slot": session.slot,
+                "resident": session.slot is not None,
+                "turns": session.turns,
+                "ttft_ms": _ms(session.ttft_s),
+                "started_ts": session.started_ts,
+            }
+            found.append(one)
+        hidden += seen.hidden
+    return {"sessions": found, "other_keys_sessions": hidden}
 
 
-def _hidden(planes: Mapping[str, ControlPlane], scope: Scope | None) -> int:
-    """Sessions that ``scope`` may not see."""
-    return sum(scope not in (None, each.scope) for plane in planes.values() for each in plane.sessions)
+class _Seen:
+    """The sessions of one engine as a scope sees them, those among them that wait."""
+
+    def __init__(self, engine: str, plane: ControlPlane, scope: Scope | None) -> None:
+        self._engine = engine
+        self._plane = plane
+        self._scope = scope
+        self._turns, self._new = plane.who_waits()
+
+    @property
+    def hidden(self) -> int:
+        """How many it may not see."""
+        scopes = [*(each.scope for each in self._plane.sessions), *(each.ask.scope for each in self._new)]
+        return sum(self._scope not in (None, each) for each in scopes)
+
+    def begin(self) -> Iterator[tuple[shapes.SessionRate, float]]:
+        """Those whose first request waits, and since when; the last to arrive first."""
+        facts = self._plane.facts
+        for each in reversed(self._new):
+            if self._scope in (None, each.ask.scope):
+                row: shapes.SessionRate = {
+                    "engine": self._engine,
+                    "session_id": None,
+                    "name": each.ask.name,
+                    "scope": each.ask.scope,
+                    "pool_id": None,
+                    "state": "waiting",
+                    "tps_ewma": None,
+                    "ctx_used": None,
+                    "ctx_total": None if facts is None else facts.ctx_tokens or None,
+                    "ctx_headroom_tokens": None,
+                }
+                yield row, each.since_ts
+
+    def known(self) -> Iterator[tuple[shapes.SessionRate, Session]]:
+        """All others, the last used first."""
+        plane = self._plane
+        for session in reversed(list(plane.sessions)):
+            if self._scope in (None, session.scope):
+                context = context_of(session, plane.sample, plane.facts)
+                waits = "waiting" if session in self._turns else "idle"
+                row: shapes.SessionRate = {
+                    "engine": self._engine,
+                    "session_id": session.session_id,
+                    "name": session.name,
+                    "scope": session.scope,
+                    "pool_id": session.pool,
+                    "state": "running" if session.running else waits,
+                    "tps_ewma": rounded(session.rate.tps),
+                    "ctx_used": context.used,
+                    "ctx_total": context.total,
+                    "ctx_headroom_tokens": context.headroom,
+                }
+                yield row, session
 
 
 def properties(
@@ -229,26 +297,6 @@ def _rider(plane: ControlPlane, slot: SlotId, scope: Scope | None) -> shapes.Rid
     }
 
 
-def _session(engine: str, plane: ControlPlane, session: Session) -> shapes.Session:
-    context = context_of(session, plane.sample, plane.facts)
-    return {
-        "engine": engine,
-        "session_id": session.session_id,
-        "scope": session.scope,
-        "pool_id": session.pool,
-        "slot": session.slot,
-        "state": "running" if session.running else "idle",
-        "resident": session.slot is not None,
-        "turns": session.turns,
-        "tps_ewma": rounded(session.rate.tps),
-        "ctx_used": context.used,
-        "ctx_total": context.total,
-        "ctx_headroom_tokens": context.headroom,
-        "ttft_ms": _ms(session.ttft_s),
-        "started_ts": session.started_ts,
-    }
-
-
 def rates(planes: Mapping[str, ControlPlane], scope: Scope | None, now: float, now_ts: float) -> shapes.Rates:
     """What the engines do now, and how fast tokens come to each session that ``scope`` may see.
 
@@ -259,6 +307,7 @@ def rates(planes: Mapping[str, ControlPlane], scope: Scope | None, now: float, n
     active = [tps for book in books for tps in book.active_tps(now)]
     uses = [use for plane in planes.values() if (use := pressure(plane.present(now))) is not None]
     use = max(uses, default=None)
+    seen = [_Seen(name, plane, scope) for name, plane in planes.items()]
     return {
         "ts": now_ts,
         "aggregate_tps": rounded(_sum(book.generated_tps(now) for book in books)),
@@ -266,24 +315,8 @@ def rates(planes: Mapping[str, ControlPlane], scope: Scope | None, now: float, n
         "prefill_tps": rounded(_sum(book.prompt_tps(now) for book in books)),
         "pressure": rounded(use),
         "compaction_pressure": rounded(compaction_pressure(use)),
-        "sessions": [
-            {
-                "engine": name,
-                "session_id": session.session_id,
-                "scope": session.scope,
-                "pool_id": session.pool,
-                "state": "running" if session.running else "idle",
-                "tps_ewma": rounded(session.rate.tps),
-                "ctx_used": context.used,
-                "ctx_total": context.total,
-                "ctx_headroom_tokens": context.headroom,
-            }
-            for name, plane in planes.items()
-            for session in reversed(list(plane.sessions))
-            if scope in (None, session.scope)
-            for context in (context_of(session, plane.sample, plane.facts),)
-        ],
-        "other_keys_sessions": _hidden(planes, scope),
+        "sessions": [row for each in seen for row, _ in (*each.begin(), *each.known())],
+        "other_keys_sessions": sum(each.hidden for each in seen),
     }
 
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from polykv_proxy.core.decisions import AttachPlan, Lease, Place
     from polykv_proxy.core.tally import Before
     from polykv_proxy.core.types import Scope, Tokens
+    from polykv_proxy.core.waiting import Waiting
     from polykv_proxy.edge.exchange import Exchange
     from polykv_proxy.gatekeeper import Visit
 
@@ -43,6 +44,8 @@ class Work:
     """Why it does not ride on a pool that it named and that is there."""
     place: Place | None = None
     """Its place in line, where it had to wait before it could ask for slots."""
+    waits: Waiting | None = None
+    """It, as one of those who have no slot yet, where it belongs to a session."""
     lease: Lease | None = None
     content: Content = Content.OLD
     """What its slot holds, as far as it came."""

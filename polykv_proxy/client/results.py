@@ -170,7 +170,10 @@ class Evicted(_Result):
 class Session(_Result):
     """A conversation."""
 
-    session_id: str
+    session_id: str | None
+    """None while its first request waits."""
+    name: str | None = None
+    """What its client called it."""
     scope: str | None = None
     """Digest of the API key that it belongs to; empty: of none."""
     engine: str | None = None
@@ -276,7 +279,10 @@ class Tokens(_Result):
 class SessionRate(_Result):
     """One session in a document of rates."""
 
-    session_id: str
+    session_id: str | None
+    """None while its first request waits."""
+    name: str | None = None
+    """What its client called it."""
     scope: str | None = None
     """Digest of the API key that it belongs to; empty: of none."""
     engine: str | None = None

@@ -139,6 +139,13 @@ class Cells:
             return None
         return cost.prompt + ask.need.shared, self.ledger.room_at_best
 
+    def wanted(self, ask: Ask) -> int | None:
+        """Cells that a request will take once it has its slots; None where it does not say what it needs."""
+        if self.ledger is None or ask.need is None:
+            return None
+        cost = self._cost(ask.need)
+        return cost.prompt + (min(cost.expected, cost.bound) if self._policy.overcommit else cost.bound)
+
     def must_count(self, need: Need, now: float, *, in_line: bool) -> bool:
         """Whether to count a request that nobody counted: as long as it may be, it could not run now.
 

@@ -61,6 +61,8 @@ class Ticket:
     since_ts: float
     number: int
     """Counts arrivals: who has a lower one is served first."""
+    cells: int | None = None
+    """That it will take; None if that is not known."""
     lease: Lease | None = None
     never: Never | None = None
     """It can never be served, and waits no more."""

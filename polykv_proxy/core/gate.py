@@ -304,6 +304,7 @@ class Gate:
         """
         presence, leases = self.presence, self._leases
         left, refused = self._refused
+        line_cells, line_unknown = (0, 0) if leases is None else leases.wanted
         inside = Picture(
             working=presence.working,
             live=presence.live,
@@ -316,6 +317,8 @@ class Gate:
             waiting=self._queue.depth(pool),
             at_gate=self.waiting,
             in_line=0 if leases is None else leases.waiting,
+            line_cells=line_cells,
+            line_unknown=line_unknown,
             leave_gap_s=presence.gap_s,
             refused=refused if left == presence.left else 0,
         )

@@ -102,6 +102,10 @@ class Picture:
     """Of all pools."""
     in_line: int = 0
     """Requests past the gate that wait for slots or cells."""
+    line_cells: int = 0
+    """Cells that those take, as far as that is known."""
+    line_unknown: int = 0
+    """Those of them of which it is not."""
     leave_gap_s: float | None = None
     """Seconds between two sessions that leave."""
     refused: int = 0
@@ -212,7 +216,8 @@ def settles(picture: Picture) -> bool:
 def headroom_sessions(picture: Picture, policy: Policy, expected_tokens: int | None = None) -> int | None:
     """How many more sessions may come in, as far as is known; None if nothing limits them.
 
-    They are held to the arms, not to the slots: sessions pause, and take turns in those.
+    They are held to the arms, not to the slots: sessions pause, and take turns in those. Who waits already
+    comes first: at the gate, to come in; past it, to have its cells (to the floor it is at work).
 
     Args:
         picture: the engine.
@@ -227,16 +232,21 @@ def headroom_sessions(picture: Picture, policy: Policy, expected_tokens: int | N
         low, high = 0, MAX_HEADROOM
         while low < high:
             middle = (low + high + 1) // 2
-            if keeps_floor(picture, policy, middle):
+            if keeps_floor(picture, policy, picture.at_gate + middle):
                 low = middle
             else:
                 high = middle - 1
         if low < MAX_HEADROOM:
             limits.append(low)
     each = picture.marginal_tokens if expected_tokens is None else expected_tokens
-    if picture.cells is not None and each:
-        spare = picture.cells.admissible - policy.kv_headroom_ratio * picture.cells.total
-        limits.append(max(0, int(spare // each)))
+    if picture.cells is not None:
+        ahead = picture.line_cells + policy.kv_headroom_ratio * picture.cells.total
+        ahead += (picture.at_gate + picture.line_unknown) * (picture.marginal_tokens or 0.0)
+        spare = picture.cells.admissible - ahead
+        if spare < 0:
+            return 0
+        if each:
+            limits.append(int(spare // each))
     return min(limits) if limits else None
 
 
@@ -280,7 +290,7 @@ class Capacity:
     mean_active_tps: float | None
     n_active_sessions: int
     headroom_sessions: int | None
-    """That would come in now; 0 unless ``can_admit``; None if nothing limits them."""
+    """That would come in now, behind those who wait; 0 unless ``can_admit``; None if nothing limits them."""
     kv_headroom_pct: float | None
     kv_cells_free: int | None
     kv_cells_total: int | None

@@ -48,9 +48,6 @@ class Leases:
         prefix: of the ids of sessions that nobody named.
         on_computed: called when a request is over that computed a pool, before its slots are free.
         retry_hold_s: seconds that what a client left is kept for its retry, unless it is needed.
-
-    Attributes:
-        serving: whether requests can be sent now.
     """
 
     def __init__(
@@ -68,7 +65,7 @@ class Leases:
         self._retry_hold_s = retry_hold_s
         self.board = SlotBoard(0)
         self.sessions = SessionBook(prefix)
-        self.serving = False
+        self.serving = False  # whether requests can be sent now
         self._waiting: OrderedDict[int, Ticket] = OrderedDict()
         self._held = 0
         """Places of requests that wait for the engine or its pools before they ask for slots."""
@@ -97,6 +94,12 @@ class Leases:
     def waiting(self) -> int:
         """Requests that wait for slots, or before that for the engine and its pools."""
         return len(self._waiting) + self._held
+
+    @property
+    def wanted(self) -> tuple[int, int]:
+        """Cells that those will take, and how many of them do not say."""
+        known = [ticket.cells for ticket in self._waiting.values() if ticket.cells is not None]
+        return sum(known), self.waiting - len(known)
 
     def _is_behind(self, number: int) -> bool:
         """Whether somebody before it waits for any slot; who waits for a certain one is in nobody's way."""
@@ -166,7 +169,7 @@ class Leases:
             return never  # 2
         if not admitted and (full := self._full()) is not None:
             return full  # 3
-        ticket = Ticket(ask, conversation, now, now_ts, number)
+        ticket = Ticket(ask, conversation, now, now_ts, number, self._cells.wanted(ask))
         self._waiting[id(ticket)] = ticket
         for key in [key for key, other in self._waiting.items() if other.number > number]:
             self._waiting.move_to_end(key)
@@ -190,22 +193,19 @@ class Leases:
     def serve_waiting(self, now: float) -> list[Command]:
         """Let in whoever can be placed now (rule 2)."""
         commands: list[Command] = []
-        for key, ticket in list(self._waiting.items()):
+        for key, one in list(self._waiting.items()):
             if not self.serving:
                 break
-            if self.board.awaits(ticket.ask):
+            if self.board.awaits(one.ask):
                 continue  # its slot is nobody else's until then
-            ticket.never = self._never(ticket.ask, now)
-            lease = (
-                None
-                if ticket.never
-                else self._grant(ticket.ask, now, ticket.since_ts, conversation=ticket.conversation)
-            )
-            if lease is None and ticket.never is None:
+            one.never, lease = self._never(one.ask, now), None
+            if one.never is None:
+                lease = self._grant(one.ask, now, one.since_ts, conversation=one.conversation)
+            if lease is None and one.never is None:
                 break  # rule 2
             del self._waiting[key]
-            ticket.lease = lease
-            commands.append(WakeQueued(ticket))
+            one.lease = lease
+            commands.append(WakeQueued(one))
         return commands
 
     def _grant(self, ask: Ask, now: float, now_ts: float, *, conversation: bool) -> Lease | None:

@@ -21,6 +21,7 @@ from polykv_proxy.core.leases import Leases
 from polykv_proxy.core.planner import KnownEngine, PoolPlanner
 from polykv_proxy.core.rates import Progress
 from polykv_proxy.core.types import Capability
+from polykv_proxy.core.waiting import WaitingRoom
 from polykv_proxy.errors import SessionNotResidentError
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from polykv_proxy.core.stock import SlotLook
     from polykv_proxy.core.tree import PoolTree
     from polykv_proxy.core.types import EngineFacts, EngineSample, Scope, SessionId, SlotId, Tokens
+    from polykv_proxy.core.waiting import Waiting
 
 
 class ControlPlane:
@@ -63,6 +65,7 @@ class ControlPlane:
             retry_hold_s=self._policy.retry_hold_s,
         )
         self.experience = Experience()
+        self.waiting = WaitingRoom()
 
     # -- the engine's life -------------------------------------------------------------------------------
 
@@ -257,6 +260,10 @@ class ControlPlane:
             return []
         ridden, rested_on = riding(self.sample), resting(self.sessions, self.ownership)
         return [pool for pool in pinned if is_orphan(pool, ridden, rested_on)]
+
+    def who_waits(self) -> tuple[set[Session], list[Waiting]]:
+        """Sessions whose next turn waits, and requests that begin one; see ``WaitingRoom.told``."""
+        return self.waiting.told(self.sessions.holds)
 
     def resident_slot(self, session_id: SessionId, scope: Scope | None) -> Slot:
         """The slot that holds a session now.

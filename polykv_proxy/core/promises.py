@@ -102,7 +102,7 @@ class Promises:
             return None
         if picture.stale:
             return Failing(Arm.TPS, Reason.STALE)  # 3
-        if not keeps_floor(picture, policy, count):
+        if not keeps_floor(picture, policy, picture.at_gate + count):
             return Failing(Arm.TPS, Reason.TPS_FLOOR)
         headroom = headroom_sessions(picture, policy)
         return Failing(Arm.CELLS, Reason.CELLS) if headroom is not None and headroom < count else None

@@ -219,6 +219,11 @@ async def test_a_full_engine_does_not_look_empty():
         found = (await rig.ask("/polykv/capacity")).json
         assert (found["can_admit"], found["reason"]) == (True, "no slot free")
         assert (found["slots_free"], found["queue_depth"], found["sessions_waiting"]) == (0, 2, 0)
+        told = [(await rig.ask(f"/polykv/capacity?expected_tokens={n}")).json for n in (100, 1)]
+        wanted = rig.runtime.plane.leases.wanted[0]
+        assert wanted > 2 * 200  # two prompts, at least
+        spare = rig.runtime.plane.cells.ledger.figures().admissible - wanted
+        assert [each["headroom_sessions"] for each in told] == [spare // 100, spare]
         metrics = (await rig.ask("/metrics")).body.decode()
         assert "opencoti_polykv:queue_depth 2.0" in metrics
         rig.engine.gate.set()
@@ -239,6 +244,25 @@ async def test_who_waits_at_the_gate_is_counted_alike(full):
     assert "opencoti_polykv:sessions_waiting 1.0" in metrics
     rig.engine.gate.set()
     assert (await waiting).status == 200
+
+
+async def test_who_waits_at_the_gate_is_listed(full):
+    """As a session that has no id yet, by the name that its client gave; once in, it has one."""
+    rig, pool = full
+    await post(rig, pool, mode="enforced", on_saturation="queue")
+    waiting = rig.start(CHAT, chat("second", pool_id=pool, session_id="two"))
+    await until(lambda: rig.runtime.gatekeeper.gate.waiting)
+    for path in ("/polykv/sessions", "/polykv/tps"):
+        first, one = (await rig.ask(path)).json["sessions"]
+        assert (first["session_id"], first["name"], first["state"]) == (None, "two", "waiting")
+        assert (one["session_id"], one["state"]) == ("one", "running")
+    rig.engine.gate.set()
+    assert (await waiting).status == 200
+    listed = {
+        each["session_id"]: each["state"] for each in (await rig.ask("/polykv/sessions")).json["sessions"]
+    }
+    assert set(listed) == {"one", "two"}
+    assert listed["two"] == "idle"
 
 
 def test_every_member_of_the_capacity_document_is_described():

@@ -4,7 +4,7 @@ from urllib.parse import quote
 
 import pytest
 
-from api.rig import CHAT, chat
+from api.rig import CHAT, chat, until
 from polykv_proxy.api.identity import scope_of_keys
 
 POOL = {"prompt": "x" * 40}
@@ -42,6 +42,57 @@ async def test_another_keys_session_does_not_exist(rig):
         "/polykv/sessions/me/migrate", {"pool_id": made["pool_id"]}, Authorization="Bearer mine"
     )
     assert mine.error["code"] == "pool_not_found"
+
+
+async def test_who_waits_is_listed(proxies):
+    """A session's next turn by its id; a new session by its name until it has one; others' are counted."""
+    rig = await proxies(slots=1)
+    await rig.ask(CHAT, chat("hi", session_id="me"))
+    rig.engine.gate.clear()
+    tasks = [rig.start(CHAT, chat("busy", session_id="busy"))]
+    await until(lambda: rig.engine.running == 1)
+    for body, key in (
+        (chat("hi", "more", session_id="me"), ""),
+        (chat("hi", "and more", session_id="me"), ""),
+        (chat("new"), ""),
+        (chat("third", session_id="me"), "other"),
+    ):
+        tasks.append(rig.start(CHAT, body, X_Api_Key=key))
+        await until(lambda: rig.waiting == len(tasks) - 1)
+    expected = [(None, None, "waiting"), (None, "me", "waiting"), ("busy", "busy", "running")]
+    for path in ("/polykv/sessions", "/polykv/tps"):
+        found = (await rig.ask(path)).json
+        rows = [(each["session_id"], each["name"], each["state"]) for each in found["sessions"]]
+        assert rows == [*expected, ("me", "me", "waiting")]
+        assert found["other_keys_sessions"] == 1
+    (theirs,) = (await rig.ask("/polykv/sessions", X_Api_Key="other")).json["sessions"]
+    assert (theirs["name"], theirs["slot"], theirs["turns"], theirs["tps_ewma"]) == ("me", None, 0, None)
+    (record,) = (await rig.ask("/polykv/requests", X_Api_Key="other")).json["requests"]
+    assert abs(theirs["started_ts"] - record["started_ts"]) < 1.0
+    tasks.pop().cancel()  # who leaves is gone
+    await until(lambda: rig.waiting == 3)
+    assert (await rig.ask("/polykv/sessions", X_Api_Key="other")).json["sessions"] == []
+    rig.engine.gate.set()
+    assert {(await task).status for task in tasks} == {200}
+    listed = (await rig.ask("/polykv/sessions")).json["sessions"]
+    assert {each["state"] for each in listed} == {"idle"}
+    turns = {each["session_id"]: each["turns"] for each in listed}
+    assert {name: turns[name] for name in ("me", "busy")} == {"me": 3, "busy": 1}
+
+
+async def test_who_waits_for_the_engine_is_listed(proxies):
+    """Before anybody asks for slots."""
+    rig = await proxies(hold_s=30.0)
+    made = await rig.pool()
+    rig.loading()
+    waiting = rig.start(CHAT, chat("hi", session_id="me", pool_id=made["pool_id"]))
+    await until(lambda: rig.runtime.plane.leases.waiting)
+    (listed,) = (await rig.ask("/polykv/sessions")).json["sessions"]
+    assert (listed["session_id"], listed["name"], listed["state"]) == (None, "me", "waiting")
+    await rig.up()
+    assert (await waiting).status == 200
+    (listed,) = (await rig.ask("/polykv/sessions")).json["sessions"]
+    assert (listed["session_id"], listed["state"]) == ("me", "idle")
 
 
 async def test_a_key_learns_nothing_of_anothers_names(rig):

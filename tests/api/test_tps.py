@@ -45,6 +45,7 @@ async def test_one_document_for_those_who_want_one(rig, query, headers):
     assert set(session) == {
         "engine",
         "session_id",
+        "name",
         "scope",
         "pool_id",
         "state",

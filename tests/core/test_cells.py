@@ -59,6 +59,21 @@ def test_who_does_not_fit_waits_in_line_and_comes_in_when_there_is_room():
     assert second.ticket.lease is not None
 
 
+def test_what_those_in_line_will_take_is_known():
+    """Prompt and expected answer; of who does not say, and who waits before the line, only that they wait."""
+    at = plane()
+    first = lease_of(ask(at, 100, 700))
+    assert at.leases.wanted == (0, 0)
+    ask(at, 100, 700)
+    ask(at, 40, 2)
+    assert at.leases.wanted == (842, 0)
+    at.leases.on_request(Ask(scope=SCOPE), 0.0, now_ts=0.0)
+    at.leases.on_held()
+    assert at.leases.wanted == (842, 2)
+    finish(at, first, content=Content.NOTHING)
+    assert at.leases.wanted[0] == 0
+
+
 def test_what_can_never_fit_is_told_so_at_once_also_in_line():
     """A prompt for which the cells beside what is pinned are too few."""
     at = plane()

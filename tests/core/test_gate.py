@@ -282,7 +282,7 @@ def test_the_document_is_a_pure_question():
 
 def test_slots_and_who_waits_for_them_are_those_of_now():
     """No sample has to come first; of an engine that is down nothing is known."""
-    leases = SimpleNamespace(serving=True, board=SimpleNamespace(idle_count=0), waiting=2)
+    leases = SimpleNamespace(serving=True, board=SimpleNamespace(idle_count=0), waiting=2, wanted=(70, 1))
     scene = Scene(leases=leases)
     scene.fill(5, QUEUE)
     assert isinstance(scene.ask("s5", QUEUE), Waiter)

@@ -170,6 +170,35 @@ def test_headroom_is_of_sessions_as_large_as_is_said():
     assert [headroom_sessions(floor, FLOOR, tokens) for tokens in (10, 250)] == [2, 1]
 
 
+def test_who_waits_already_comes_before_those_who_ask():
+    """At the gate and past it; what the latter need is known, or is what sessions take on average."""
+    picture = at(1, cells=cells(free=500), marginal_tokens=100.0)
+    waiting = (
+        {},
+        {"at_gate": 2},
+        {"in_line": 2, "line_cells": 140},
+        {"in_line": 2, "line_unknown": 2},
+        {"at_gate": 1, "in_line": 2, "line_unknown": 1, "line_cells": 250},
+        {"in_line": 1, "line_cells": 500},
+        {"in_line": 1, "line_cells": 900},
+    )
+    told = [headroom_sessions(replace(picture, **each), Policy()) for each in waiting]
+    assert told == [5, 3, 3, 3, 0, 0, 0]
+    unknown = at(1, cells=cells(free=500), in_line=1)
+    assert headroom_sessions(replace(unknown, line_cells=500), Policy()) is None
+    assert headroom_sessions(replace(unknown, line_cells=501), Policy()) == 0
+    floor = at(2, fit=LINE, reach=99)
+    assert [headroom_sessions(replace(floor, at_gate=n), FLOOR) for n in (0, 1, 2, 3)] == [2, 1, 0, 0]
+
+
+def test_nobody_who_asks_is_judged_by_those_who_wait():
+    """They say how many may come in beside them, not whether one may: who comes in waits behind them."""
+    picture = at(1, cells=cells(free=500), marginal_tokens=100.0, in_line=1, line_cells=900, at_gate=1)
+    told = capacity(picture, Policy())
+    assert (told.can_admit, told.reason, told.headroom_sessions) == (True, "others wait", 0)
+    assert failing(picture, Policy()) is None
+
+
 @pytest.mark.parametrize(
     "picture",
     [

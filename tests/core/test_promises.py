@@ -57,6 +57,15 @@ def test_what_nobody_took_is_open_again_when_the_time_is_over():
     assert len(book) == 0
 
 
+def test_who_waits_at_the_gate_comes_before_a_promise():
+    """Where the floor would not be kept with both, that is what is said."""
+    book, picture = Promises(), Picture(working=1, live=1.0, decoding=1, mean_tps=90.0)
+    policy = Policy(target_tps_per_session=20.0, mode=Mode.ENFORCED)
+    assert book.why_not(wish("a", "b"), picture, policy) is None
+    refused = book.why_not(wish("a", "b"), replace(picture, at_gate=2), policy)
+    assert (refused.arm, refused.reason) == (Arm.TPS, Reason.TPS_FLOOR)
+
+
 def test_promises_are_bounded(monkeypatch):
     """In number and in places."""
     monkeypatch.setattr(promises, "MAX_PROMISES", 2)
