@@ -269,10 +269,10 @@ class FakeEngine:
         return await self._json({"status": "ok"})
 
     async def _props(self, _request: web.Request) -> web.Response:
-        return await self._json(self.props)
+        return web.json_response(self.props, headers=self.script.headers)
 
     async def _slots(self, _request: web.Request) -> web.Response:
-        return await self._json(self.slots)
+        return web.json_response(self.slots, headers=self.script.headers)
 
     async def _adapters(self, _request: web.Request) -> web.Response:
         return await self._json([])
@@ -285,7 +285,10 @@ class FakeEngine:
         return await self._json({"object": "list", "data": [{"index": 0, "embedding": [0.0, 1.0]}]})
 
     async def _metrics(self, _request: web.Request) -> web.Response:
-        fields = {"Process-Start-Time-Unix": "1700000000", "Access-Control-Allow-Origin": "*"}
+        fields = {
+            "Process-Start-Time-Unix": "1700000000",
+            "Access-Control-Allow-Origin": "*",
+        } | self.script.headers
         return web.Response(text=self.metrics, content_type="text/plain", headers=fields)
 
     async def _slot_action(self, request: web.Request) -> web.Response:

@@ -262,7 +262,8 @@ class FakePolykv(FakeEngine):
                 if slot.task >= 0
                 else {"id": number, "n_ctx": 1024, "is_processing": False}
                 for number, slot in enumerate(self.sequences)
-            ]
+            ],
+            headers=self.script.headers,
         )
 
     async def _count(self, request: web.Request) -> web.Response:

@@ -20,7 +20,6 @@ from polykv_proxy.api.overflow import STATUSES, Overflows
 from polykv_proxy.api.reporting import Reporting
 from polykv_proxy.api.tail import Tail
 from polykv_proxy.core.slots import Content
-from polykv_proxy.edge.head import HOP_BY_HOP
 from polykv_proxy.edge.relay import relay, relay_into_open_stream
 from polykv_proxy.edge.splice import RelayResult
 from polykv_proxy.errors import NoRoomError, StoppingError
@@ -147,11 +146,10 @@ class Delivery:
     async def _refuse(self, work: Work, response: UpstreamResponse, overflows: Overflows) -> bool:
         """The engine refuses a request (rule 2)."""
         status, body = overflows.in_body(response.head.status, await response.read(ERROR_BODY_BYTES))
-        hidden = HOP_BY_HOP | response.head.connection_named() | {b"content-length"}
-        headers = [field for field in response.head.headers if field[0].lower() not in hidden]
         work.entry.refused(response.head.status, overflows)
         result = RelayResult(bytes=len(body), completed=True, first_byte_at=monotonic())
-        await work.exchange.respond(status, [*headers, *self._reporting.headers(work)], body)
+        headers = [*response.head.end_to_end(), *self._reporting.headers(work)]
+        await work.exchange.respond(status, headers, body)
         self._reporting.account(work, Usage(), result)
         self._reporting.count(work, overflows)
         return True

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from polykv_proxy.api.guard import UnauthorizedError
-from polykv_proxy.api.status import fetch, guarded, kept_headers
+from polykv_proxy.api.status import fetch, guarded
 from polykv_proxy.errors import PolyKVError
 from polykv_proxy.metrics import CONTENT_TYPE
 
@@ -59,9 +59,9 @@ class Scrape:
             head, body = answer
             if head.status == 200:
                 texts[engine.name] = body
-                fields = [field for field in kept_headers(head) if field[0].lower() != b"content-type"]
+                fields = [field for field in head.end_to_end() if field[0].lower() != b"content-type"]
             elif head.status != 404:
-                await exchange.respond(head.status, kept_headers(head), body)
+                await exchange.respond(head.status, head.end_to_end(), body)
                 return
         theirs = merged(texts) if len(self._fleet) > 1 else b"".join(texts.values())
         if theirs and not theirs.endswith(b"\n"):

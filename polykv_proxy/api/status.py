@@ -21,7 +21,7 @@ from polykv_proxy.errors import BadRequestError, ConflictError, UnavailableError
 if TYPE_CHECKING:
     from polykv_proxy.api.guard import Guard
     from polykv_proxy.edge.exchange import Exchange
-    from polykv_proxy.edge.head import Headers, RequestHead, ResponseHead
+    from polykv_proxy.edge.head import RequestHead, ResponseHead
     from polykv_proxy.edge.upstream import Upstream
     from polykv_proxy.runtime import Runtime
 
@@ -59,7 +59,7 @@ class Status:
         head, body = await fetch(self._upstream, exchange)
         if head.status == 200 and body.rstrip().endswith(b"}"):
             body = insert_member(body, "opencoti", self._member())
-        await exchange.respond(head.status, kept_headers(head), body)
+        await exchange.respond(head.status, head.end_to_end(), body)
 
     def _member(self) -> dict[str, Any]:
         runtime = self._runtime
@@ -75,7 +75,7 @@ class Status:
         head, body = await fetch(self._upstream, exchange)
         if head.status == 200 and not self._guard.is_foreign_page(guarded(exchange.head)):
             body = self._with_members(body, self._sees(exchange.head))
-        await exchange.respond(head.status, kept_headers(head), body)
+        await exchange.respond(head.status, head.end_to_end(), body)
 
     def _with_members(self, body: bytes, scope: Scope | None) -> bytes:
         """A list of slots, each with a member more; a document that is no such list stays as it is."""
@@ -170,12 +170,7 @@ async def pass_on(upstream: Upstream, exchange: Exchange) -> None:
         UnavailableError: see ``fetch``.
     """
     head, body = await fetch(upstream, exchange)
-    await exchange.respond(head.status, kept_headers(head), body)
-
-
-def kept_headers(head: ResponseHead) -> Headers:
-    """The engine's fields, without those that describe how its body travelled."""
-    return [field for field in head.headers if field[0].lower() not in _FRAMING]
+    await exchange.respond(head.status, head.end_to_end(), body)
 
 
 def guarded(head: RequestHead) -> dict[str, str]:
@@ -193,4 +188,3 @@ class _Slot(msgspec.Struct):
 
 
 _elements = msgspec.json.Decoder(list[msgspec.Raw])
-_FRAMING = (b"content-length", b"connection", b"keep-alive", b"transfer-encoding")

@@ -311,7 +311,9 @@ class Exchange:
         """Forward an interim response of the engine (RFC 9110 section 15.2), 100 excepted: ours to send."""
         if head.status == 100 or self.head.http_1_0 or self.started:
             return
-        self.connection.write(status_line(head.status, head.reason) + field_lines(head.headers) + b"\r\n")
+        self.connection.write(
+            status_line(head.status, head.reason) + field_lines(head.end_to_end()) + b"\r\n"
+        )
 
     def abort(self) -> None:
         """Give the answer up so that the client sees a broken transfer, never a complete one."""

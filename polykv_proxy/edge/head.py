@@ -103,6 +103,15 @@ class Head:
         # Framing and Host are ours to write; a client cannot nominate them away.
         return named - _FRAMING - {b"host"}
 
+    def hop_by_hop(self) -> frozenset[bytes]:
+        """All fields that are about this connection, lower case: the known ones, and those it names."""
+        return HOP_BY_HOP | self.connection_named()
+
+    def end_to_end(self) -> list[tuple[bytes, bytes]]:
+        """The fields that go on to the next connection where the body is framed anew (rule 2)."""
+        hidden = self.hop_by_hop() | _FRAMING
+        return [field for field in self.headers if field[0].lower() not in hidden]
+
 
 @dataclass(slots=True, eq=False)
 class RequestHead(Head):
@@ -211,7 +220,7 @@ def response_bytes(
 
 def _end_to_end(head: ResponseHead, drop: frozenset[bytes]) -> tuple[bytes, bytes]:
     """Status line and forwarded fields, cut where the digits of ``Content-Length`` belong."""
-    hidden = HOP_BY_HOP | drop | head.connection_named()
+    hidden = head.hop_by_hop() | drop
     parts = [status_line(head.status, head.reason)]
     before = None
     for name, value in head.headers:

@@ -24,10 +24,14 @@ async def test_an_engines_refusal_passes_untouched(rig):
 async def test_a_refusal_keeps_its_words_and_its_fields(rig):
     """Only what says that there is no more room is changed."""
     body = {"error": {"code": 400, "message": "no such sampler", "type": "invalid_request_error"}}
-    rig.engine.script = Script(fault="error", status=400, error_body=body, headers={"X-Engine": "kept"})
+    hop = {"Connection": "keep-alive, X-Hop", "X-Hop": "1", "Keep-Alive": "timeout=77"}
+    rig.engine.script = Script(
+        fault="error", status=400, error_body=body, headers={"X-Engine": "kept", **hop}
+    )
     answer = await rig.ask(CHAT, chat("hi"))
     assert (answer.status, answer.json) == (400, body)
     assert answer.headers["X-Engine"] == "kept"
+    assert not {"X-Hop", "Keep-Alive"} & set(answer.headers)
     assert answer.headers.getall("Content-Length") == [str(len(answer.body))]
 
 

@@ -27,6 +27,22 @@ async def test_health_is_the_engines(rig, path):
     assert len(rig.engine.of(path)) == 1
 
 
+@pytest.mark.parametrize("path", ["/props", "/slots", "/metrics"])
+async def test_what_a_document_says_of_its_connection_ends_there(rig, path):
+    """Every other field of the engine's reaches the client."""
+    rig.engine.script.headers |= {
+        "X-Engine": "kept",
+        "Connection": "keep-alive, X-Hop",
+        "X-Hop": "1",
+        "Keep-Alive": "timeout=77",
+        "Proxy-Authenticate": "Basic",
+    }
+    answer = await rig.ask(path)
+    assert (answer.status, answer.headers["X-Engine"]) == (200, "kept")
+    assert not {"X-Hop", "Keep-Alive", "Proxy-Authenticate"} & set(answer.headers)
+    assert answer.headers.getall("Content-Length") == [str(len(answer.body))]
+
+
 async def test_props_have_a_member_of_ours(rig):
     """Capability and features by name; the engine's members stay; orders of clients do not arrive."""
     answer = await rig.ask("/props", X_PolyKV_Slot="1")

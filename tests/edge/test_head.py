@@ -70,6 +70,27 @@ def test_hop_by_hop_fields_stay_behind():
     )
 
 
+def test_what_is_about_a_connection_ends_with_it():
+    """RFC 9110 section 7.6.1: what is known to be, what ``Connection`` names in any case, and framing."""
+    head = response(
+        b"X-Kept: 1",
+        b"Connection: keep-alive, X-Mine",
+        b"Connection: x-theirs",
+        b"Keep-Alive: timeout=5",
+        b"x-mine: 2",
+        b"X-THEIRS: 3",
+        b"Proxy-Authenticate: Basic",
+        b"Trailer: x",
+        b"Content-Length: 0",
+        b"Set-Cookie: a",
+        b"set-cookie: b",
+    )
+    assert head.end_to_end() == [(b"X-Kept", b"1"), (b"Set-Cookie", b"a"), (b"set-cookie", b"b")]
+    assert {b"x-mine", b"x-theirs", b"te", b"upgrade"} <= head.hop_by_hop()
+    assert b"transfer-encoding" not in response(b"Connection: content-length").connection_named()
+    assert response(b"Connection: content-length, x-kept", b"X-Kept: 1").end_to_end() == []
+
+
 def test_requests_of_ours_get_a_host():
     """HTTP/1.1 demands a Host field, whoever asks."""
     sent = request_bytes("GET", b"/health", [], named=frozenset(), framing=b"")

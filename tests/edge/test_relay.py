@@ -117,7 +117,8 @@ async def test_expect_continue_through_the_proxy(rig):
 
 async def test_interim_answers_are_forwarded(rig):
     """103 goes to the client, 100 is ours to give, and an HTTP/1.0 client gets neither."""
-    interim = b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nLink: </x>\r\n\r\n"
+    own = b"Connection: X-Hop\r\nX-Hop: 1\r\n"
+    interim = b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\n%bLink: </x>\r\n\r\n" % own
     final = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
     port = await rig.proxy(await rig.server(answering(interim + final)))
     client = await rig.client(port)
