@@ -13,6 +13,7 @@ import msgspec
 import structlog
 from aiohttp import web
 
+from polykv_proxy.api import members
 from polykv_proxy.api.reply import json_reply
 from polykv_proxy.core.advice import AdviceBook, Opening
 from polykv_proxy.core.volatile import VolatileKind, as_engine_masks
@@ -139,10 +140,10 @@ def opening_of(body: bytes, family: Family) -> Opening:
         scene = [as_engine_masks(bytes(parsed.system)), bytes(parsed.instructions)]
         for messages in (parsed.messages, parsed.input):
             if bytes(memoryview(messages)[:1]) == b"[":
-                for one in msgspec.json.decode(messages, type=list[msgspec.Raw]):
+                for one in members.items(bytes(messages)):
                     if msgspec.json.decode(one, type=_Message).role not in ("system", "developer"):
                         break
-                    scene.append(bytes(one))
+                    scene.append(one)
         system = b"\n".join(part for part in scene if part)
         return Opening(family.dialect.value, system, bytes(parsed.tools))
     except (msgspec.DecodeError, RecursionError):

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 TEXT_LINK_BYTES = 256
 """Plain prompts have no messages: their links are runs of this many bytes, a last partial one left out."""
 
+MOST_TEXT_LINKS = 1 << 16
+"""What is behind so many runs is not looked at."""
+
 SCENE_BYTES = 1024
 """What precedes the messages is worth remembering from this length on; below it much is alike by chance."""
 
@@ -207,7 +210,12 @@ def _parsed(body: bytes) -> tuple[bytes, _Body]:
 
 
 def prompt_tokens(raw: bytes) -> Tokens | str | None:
-    """A plain completion's one prompt: its ids, its text, or None for the mixed and multimodal forms."""
+    """A plain completion's one prompt: its ids, its text, or None for the mixed and multimodal forms.
+
+    None, too, for more ids than any window holds.
+    """
+    if raw.startswith(b"[") and members.is_endless(raw):
+        return None
     try:
         prompt = msgspec.json.decode(raw)
     except msgspec.DecodeError:
@@ -227,14 +235,14 @@ def prompt_tokens(raw: bytes) -> Tokens | str | None:
 def odd_prompt(raw: bytes) -> bytes | None:
     """The mixed or multimodal form of a plain completion's one prompt, as a body that the engine counts.
 
-    None for any other form, and for several prompts.
+    None for any other form, for several prompts, and for more than any window holds.
     """
     if raw[:1] == b"{":
         return b'{"prompt":' + raw + b"}"
-    items = members.items(raw)
-    kinds = {item[:1] for item in items}
-    if len(items) == 1 and kinds == {b"{"}:
-        return b'{"prompt":' + items[0] + b"}"
+    starts = members.starts(raw)
+    if starts == [b"{"]:
+        return b'{"prompt":' + members.items(raw)[0] + b"}"
+    kinds = set(starts)
     is_mixed = b'"' in kinds and any(kind in b"-0123456789" for kind in kinds)
     return b'{"prompt":' + raw + b"}" if is_mixed else None
 
@@ -328,14 +336,11 @@ def _most(parsed: _Body) -> int | None:
 
 def _is_list_of_prompts(raw: members.Raw) -> bool:
     text = members.raw(raw)
-    if not text.startswith(b"["):
-        return False
-    try:
-        items = msgspec.json.decode(text, type=list[msgspec.Raw])
-    except msgspec.DecodeError:
-        return False
+    if text.startswith(b"[") and members.is_endless(text):
+        return True  # it may be: nothing may run in more slots than it was given
     # a list that mixes text and ids is one prompt; a list of texts, of lists or of objects is as many
-    return len(items) > 1 and all(bytes(item)[:1] in (b'"', b"[", b"{") for item in items)
+    starts = members.starts(text)
+    return len(starts) > 1 and all(start in (b'"', b"[", b"{") for start in starts)
 
 
 def _chain(parsed: _Body, family: Family, *, structured: bool) -> tuple[Chain, int | None]:
@@ -368,6 +373,6 @@ def _linked(head: bytes, parts: Iterable[bytes | memoryview]) -> Chain:
 
 def _text_chain(kind: bytes, prompt: bytes) -> Chain:
     prompt = prompt.rstrip(b'"]')  # the end of a string or list is not part of what goes on
-    whole = len(prompt) - len(prompt) % TEXT_LINK_BYTES
+    whole = min(len(prompt) - len(prompt) % TEXT_LINK_BYTES, MOST_TEXT_LINKS * TEXT_LINK_BYTES)
     view = memoryview(prompt)
     return _linked(kind, (view[at : at + TEXT_LINK_BYTES] for at in range(0, whole, TEXT_LINK_BYTES)))

@@ -18,6 +18,7 @@ import msgspec
 from xxhash import xxh3_64_intdigest
 
 from polykv_proxy.api.families import Dialect
+from polykv_proxy.api.members import is_endless
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -197,8 +198,8 @@ def _says(role: str) -> Callable[[str], _Cut]:
 
 
 def _list(raw: msgspec.Raw | None) -> list[msgspec.Raw]:
-    """Items of a JSON array; none of anything else."""
-    if raw is None or bytes(memoryview(raw)[:1]) != b"[":
+    """Items of a JSON array; none of anything else, nor of one that is endless."""
+    if raw is None or bytes(memoryview(raw)[:1]) != b"[" or is_endless(bytes(raw)):
         return []
     return msgspec.json.decode(raw, type=list[msgspec.Raw])
 

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polykv_proxy.api.asked import (
+    MOST_TEXT_LINKS,
     OUR_KEYS,
     TEXT_LINK_BYTES,
     odd_prompt,
@@ -18,6 +19,7 @@ from polykv_proxy.api.asked import (
     without,
 )
 from polykv_proxy.api.families import INFERENCE
+from polykv_proxy.api.members import MOST_COMMAS, MOST_ITEMS
 from polykv_proxy.core.types import as_tokens
 from polykv_proxy.errors import BadRequestError
 
@@ -260,6 +262,26 @@ def test_a_list_of_prompts_is_told_from_one_prompt(prompt, many):
     """Ids, ids mixed with text, and a list of one are one prompt; in a chat nobody looks at it."""
     assert asked({"prompt": prompt}, TEXT).many_prompts is many
     assert asked({"prompt": prompt}, CHAT).many_prompts is False
+
+
+@pytest.mark.parametrize("item", [b"1", b"{}", b'""'])
+def test_what_no_window_holds_is_not_taken_apart(item):
+    """All others would wait for it. It may be several prompts, and is no conversation to go on with."""
+    text = b"[" + (item + b",") * MOST_COMMAS + item + b"]"
+    chat = asked(b'{"messages":%b}' % text)
+    assert (len(chat.chain), chat.body) == (2, b'{"messages":%b}' % text)
+    assert asked(b'{"prompt":%b}' % text, TEXT).many_prompts is True
+    assert prompt_tokens(text) is odd_prompt(text) is None
+
+
+def test_a_conversation_of_very_many_messages_is_known_by_its_first():
+    """Two of them that go on otherwise are two."""
+    said = [{"role": "user", "content": "a"}] * MOST_ITEMS
+    one, other = (asked({"messages": [*said, {"role": "user", "content": text}]}).chain for text in "bc")
+    assert len(one) == len(other) == MOST_ITEMS + 1
+    assert (one[:-1], one[-1] == other[-1]) == (other[:-1], False)
+    text = "a" * ((MOST_TEXT_LINKS + 2) * TEXT_LINK_BYTES)
+    assert len(asked({"prompt": text}, TEXT).chain) == MOST_TEXT_LINKS + 1
 
 
 def test_a_list_that_does_not_decode_is_no_list_of_prompts():

@@ -40,6 +40,39 @@ def test_a_list_has_items_and_all_else_is_one(text, items):
     assert members.items(text) == items
 
 
+def test_no_more_items_are_told_apart_than_there_is_time_for():
+    """Behind so many stands the list itself, so that two long ones stay two."""
+    most = members.MOST_ITEMS
+    full, longer = (b"[" + b",".join([USER] * count) + b"]" for count in (most, most + 1))
+    assert members.items(full) == [USER] * most
+    assert members.items(longer) == [*[USER] * (most - 1), longer]
+
+
+def test_what_no_window_holds_is_one_item():
+    """Whatever it is a list of."""
+    short, endless = (
+        b"[" + b"1," * commas + b"1]" for commas in (members.MOST_COMMAS - 1, members.MOST_COMMAS)
+    )
+    assert (members.is_endless(short), len(members.items(short))) == (False, members.MOST_ITEMS)
+    assert (members.is_endless(endless), members.items(endless)) == (True, [endless])
+    assert (len(members.starts(short)), members.starts(endless)) == (members.MOST_COMMAS, [])
+
+
+@pytest.mark.parametrize(
+    ("text", "starts"),
+    [
+        (b'[1, "a" ,{"c": [2]},[]]', [b"1", b'"', b"{", b"["]),
+        (b"[]", []),
+        (b"[1", []),
+        (b'{"a":1}', []),
+        (b"", []),
+    ],
+)
+def test_items_show_what_they_are_by_how_they_start(text, starts):
+    """Of a list that can be read."""
+    assert members.starts(text) == starts
+
+
 @pytest.mark.parametrize(
     ("messages", "count"),
     [
