@@ -38,6 +38,15 @@ def add_to(commands: Any) -> None:
     check = steps.add_parser("check", help="boot the installed binary on a small model and decode")
     add_config_option(check)
     check.set_defaults(command=_engine_check)
+    pruning = steps.add_parser(
+        "prune",
+        help="list builds that nobody needs any more, and remove them with --yes",
+        description="List the builds in the cache that are neither current nor configured nor in use on this "
+        "machine, with their logs and what builds that were cut short left, and remove them with --yes.",
+    )
+    add_config_option(pruning)
+    pruning.add_argument("--yes", action="store_true", help="remove what is listed")
+    pruning.set_defaults(command=_engine_prune)
     running = steps.add_parser(
         "run",
         help="run an engine by itself, for a proxy to attach to",
@@ -86,6 +95,22 @@ def _engine_check(args: argparse.Namespace) -> int:
     binary = settings.engine.binary or build.installed(settings.cache_path).binary
     proof = prove.prove(binary, settings.engine.model or model.ensure(settings.cache_path))
     print(f"{binary}: {proof.tokens} tokens decoded, {proof.decode_tps:.0f} tokens/s")
+    return 0
+
+
+def _engine_prune(args: argparse.Namespace) -> int:
+    from polykv_proxy.engine import prune  # noqa: PLC0415
+
+    settings = settings_from(args)
+    named = [each.binary for each in settings.fleet if each.binary is not None]
+    found = prune.prune(settings.cache_path, named, remove=args.yes)
+    for kept in found.kept:
+        print(f"{kept.path}: stays: {kept.why}")
+    for each in found.leftovers:
+        print(f"{each.path}: {each.what}, {each.size_bytes / 1e6:.1f} MB")
+    total = f"{len(found.leftovers)} removed" if args.yes else f"{len(found.leftovers)} to remove"
+    hint = "" if args.yes or not found.leftovers else "; --yes removes them"
+    print(f"{total}, {found.size_bytes / 1e6:.1f} MB{hint}")
     return 0
 
 

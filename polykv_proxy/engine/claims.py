@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from polykv_proxy.engine.filelock import try_lock
+from polykv_proxy.engine.filelock import share, try_lock
 from polykv_proxy.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def claim_folders(spec: EngineSpec) -> list[int]:
-    """Make an engine's folders and claim them.
+    """Make an engine's folders and claim them, and its binary with others.
 
     Returns:
         Descriptors that hold the claims until they and every copy of them are closed.
@@ -31,6 +31,8 @@ def claim_folders(spec: EngineSpec) -> list[int]:
         claims.append(_claim("state_dir", spec.state_dir / f"engine-{spec.index}.lock"))
         # a start replaces the socket, so that a second engine would take a running one's away
         claims.append(_claim("runtime_dir", spec.socket.with_name(f"{spec.socket.name}.lock")))
+        if (binary := share(spec.binary)) is not None:  # so that nobody prunes it between two starts
+            claims.append(binary)
     except OSError as error:
         drop(claims)
         raise ConfigError(f"state_dir: {error.filename}: {error.strerror}") from None

@@ -31,6 +31,37 @@ def try_lock(path: Path) -> int | None:
     return descriptor
 
 
+def share(path: Path) -> int | None:
+    """Hold a lock of a file that is there, together with others.
+
+    Returns:
+        A descriptor as of ``try_lock``; ``None`` where the file cannot be read, or somebody has it alone.
+    """
+    return _take(path, fcntl.LOCK_SH)
+
+
+def is_locked(path: Path) -> bool:
+    """Whether somebody holds a lock of a file, alone or with others, or nobody can tell."""
+    descriptor = _take(path, fcntl.LOCK_EX)
+    if descriptor is None:
+        return path.exists()
+    os.close(descriptor)
+    return False
+
+
+def _take(path: Path, how: int) -> int | None:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, how | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
 @contextmanager
 def locked(path: Path, on_wait: Callable[[], None]) -> Iterator[None]:
     """Hold the lock of a file; wait for it if need be, after saying so through ``on_wait``."""

@@ -32,6 +32,29 @@ def test_engine_path_and_check(run, calls, tmp_path):
     assert run("engine", "check")[1] == f"{tmp_path}/engine/bin/llama-server: 8 tokens decoded, 42 tokens/s\n"
 
 
+def test_engine_prune_lists_and_removes_only_when_told_to(run, tmp_path):
+    """With sizes, and why the others stay; what the configuration names is among those."""
+    root = tmp_path / "cache" / "engine"
+    old, named, now = (f"b1-{digit * 12}" for digit in "abc")
+    for name in (old, named, now):
+        (root / name / "bin").mkdir(parents=True)
+        (root / name / "bin" / "llama-server").write_bytes(b"x" * 2_000_000)
+    (root / "current").symlink_to(now)
+    config = tmp_path / "polykv.yaml"
+    config.write_text(f"engine:\n  binary: {root / named / 'bin' / 'llama-server'}\n")
+    prune = ("engine", "prune", "--config", str(config))
+    stays = f"{root / named}: stays: the configuration names it\n{root / now}: stays: it is the current one\n"
+    status, out, _ = run(*prune)
+    assert (status, out) == (
+        0,
+        f"{stays}{root / old}: engine, 2.0 MB\n1 to remove, 2.0 MB; --yes removes them\n",
+    )
+    assert (root / old).exists()
+    assert run(*prune, "--yes")[1] == f"{stays}{root / old}: engine, 2.0 MB\n1 removed, 2.0 MB\n"
+    assert not (root / old).exists()
+    assert run(*prune)[1] == f"{stays}0 to remove, 0.0 MB\n"
+
+
 def test_engine_path_without_an_engine(run):
     """One line with the next step."""
     status, out, err = run("engine", "path")

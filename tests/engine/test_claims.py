@@ -5,14 +5,15 @@ import os
 import pytest
 
 from polykv_proxy.engine import claims
+from polykv_proxy.engine.filelock import is_locked
 from polykv_proxy.engine.launch import spec_from
 from polykv_proxy.errors import ConfigError
 from polykv_proxy.settings import Settings
 
 
-def spec(folder, run="run"):
+def spec(folder, run="run", binary="/opt/llama-server"):
     """An engine with its folders below one."""
-    engine = {"binary": "/opt/llama-server", "model": "/srv/m.gguf"}
+    engine = {"binary": binary, "model": "/srv/m.gguf"}
     return spec_from(Settings(state_dir=folder / "state", runtime_dir=folder / run, engine=engine))
 
 
@@ -56,3 +57,14 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "state").touch()
     with pytest.raises(ConfigError, match=r"state_dir: .*/state.*: (File exists|Not a directory)"):
         claims.claim_folders(spec(tmp_path))
+
+
+def test_a_binary_is_claimed_together_with_others(tmp_path):
+    """Several engines run from one; it is free when the last of them is over."""
+    binary = tmp_path / "llama-server"
+    binary.touch()
+    both = [claims.claim_folders(spec(tmp_path / name, binary=binary)) for name in ("one", "two")]
+    for each in both:
+        assert is_locked(binary)
+        claims.drop(each)
+    assert not is_locked(binary)

@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 
-from polykv_proxy.engine.filelock import locked, try_lock
+from polykv_proxy.engine.filelock import is_locked, locked, share, try_lock
 
 
 def test_one_holder_at_a_time(tmp_path):
@@ -51,3 +51,22 @@ def test_waiting_is_announced_only_when_it_happens(tmp_path):
     with locked(tmp_path / "lock", lambda: said.append("waiting")):
         pass
     assert said == []
+
+
+def test_a_lock_is_shared_among_those_who_only_use_a_file(tmp_path):
+    """It is locked until the last of them lets go; whoever wants it alone gets nothing meanwhile."""
+    file = tmp_path / "file"
+    assert share(file) is None
+    assert not is_locked(file)
+    assert not file.exists()
+    file.write_text("x")
+    assert not is_locked(file)
+    held = [share(file), share(file)]
+    assert try_lock(file) is None
+    for descriptor in held:
+        assert is_locked(file)
+        os.close(descriptor)
+    assert not is_locked(file)
+    alone = try_lock(file)
+    assert (share(file), is_locked(file)) == (None, True)
+    os.close(alone)
