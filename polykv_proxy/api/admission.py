@@ -26,11 +26,20 @@ if TYPE_CHECKING:
     from polykv_proxy.fleet import Engine, Fleet
 
 
+def _within(**bounds: float) -> msgspec.Meta:
+    """Bounds for readers of the schema; they are checked below, in words that name the member."""
+    return msgspec.Meta(extra_json_schema=bounds)
+
+
 class Places(msgspec.Struct, forbid_unknown_fields=True):
     """Places that are kept for sessions."""
 
-    sessions: Annotated[int, says(f"How many, 1 to {MAX_PLACES}.")]
-    ttl_s: Annotated[float, says(f"For how many seconds, at most {MAX_TTL_S:g}.")]
+    sessions: Annotated[int, says(f"How many, 1 to {MAX_PLACES}."), _within(minimum=1, maximum=MAX_PLACES)]
+    ttl_s: Annotated[
+        float,
+        says(f"For how many seconds, at most {MAX_TTL_S:g}."),
+        _within(exclusiveMinimum=0, maximum=MAX_TTL_S),
+    ]
 
 
 class AdmissionApi:

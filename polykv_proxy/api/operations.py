@@ -120,6 +120,8 @@ def _delete(path: str, says: str, answer: Any, *refuses: Codes, **more: Any) -> 
 
 
 _FLAG = {"enum": ["0", "1", "false", "true"], "default": "0"}
+_LARGEST = {"maximum": 999_999_999}
+"""Of a number in a query: nine digits are read."""
 _COUNT = {"type": "integer", "minimum": 1}
 _SCOPE = {
     "scope": {"type": "string", "description": "With the admin key: as the API key of this scope sees it."}
@@ -131,7 +133,14 @@ _PAGE = {
     "after": {"type": "string", "description": "What `next` was in the page before."},
     **_SCOPE,
 }
-_EXPECTED = {"expected_tokens": {"type": "integer", "minimum": 0, "description": "That it is going to need."}}
+_EXPECTED = {
+    "expected_tokens": {
+        "type": "integer",
+        "minimum": 0,
+        **_LARGEST,
+        "description": "That it is going to need.",
+    }
+}
 _EFFECTIVE = {
     "description": "What is in force for the sessions of a pool, or for those that name none.",
     "type": "object",
@@ -350,7 +359,7 @@ OPERATIONS = (
             "session_id": {"type": "string"},
             "request_id": {"type": "string"},
             **_SCOPE,
-            "limit": {**_COUNT, "default": 100},
+            "limit": {**_COUNT, **_LARGEST, "default": 100},
         },
     ),
     _get(

@@ -3,8 +3,10 @@
 import re
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from polykv_proxy.api.admission import Places
 from polykv_proxy.api.operations import ALWAYS, ANYWHERE, CHANGES, OPERATIONS
 
 ERRORS = Path(__file__).parents[2] / "docs" / "reference" / "errors.md"
@@ -58,3 +60,39 @@ def test_the_guard_is_told_wherever_it_stands():
 def test_names_are_each_ones_own():
     """Generated clients make functions of them."""
     assert len({each.name for each in OPERATIONS}) == len(OPERATIONS)
+
+
+async def test_numbers_are_bounded_as_told(rig):
+    """The last that is told to be right is not refused, and the next one is."""
+    seen = 0
+    for each in OPERATIONS:
+        for name, schema in each.query.items():
+            if each.method != "get" or "maximum" not in schema:
+                continue
+            url = each.path.format(pool_id=(await rig.pool())["pool_id"], key="none")
+            for value, refused in (
+                (schema["minimum"], False),
+                (schema["minimum"] - 1, True),
+                (schema["maximum"], False),
+                (schema["maximum"] + 1, True),
+            ):
+                answer = await rig.ask(f"{url}?{name}={value}")
+                assert (answer.status == 400) is refused, (url, name, value)
+                seen += 1
+    assert seen == 4 * 5
+
+
+async def test_places_are_bounded_as_told(rig):
+    """In number and in time; so many as are in bounds may still find no room."""
+    pool = await rig.pool()
+    bounds = msgspec.json.schema(Places)["$defs"]["Places"]["properties"]
+    for body, refused in (
+        ({"sessions": bounds["sessions"]["maximum"], "ttl_s": bounds["ttl_s"]["maximum"]}, False),
+        ({"sessions": bounds["sessions"]["minimum"], "ttl_s": 1}, False),
+        ({"sessions": bounds["sessions"]["maximum"] + 1, "ttl_s": 1}, True),
+        ({"sessions": bounds["sessions"]["minimum"] - 1, "ttl_s": 1}, True),
+        ({"sessions": 1, "ttl_s": bounds["ttl_s"]["maximum"] + 1}, True),
+        ({"sessions": 1, "ttl_s": bounds["ttl_s"]["exclusiveMinimum"]}, True),
+    ):
+        answer = await rig.ask(f"/polykv/pools/{pool['pool_id']}/reserve", body)
+        assert (answer.status == 400) is refused, body
