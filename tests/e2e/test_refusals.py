@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+import signal
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -144,7 +146,12 @@ class House:
             return sum(each["state"] == "running" for each in sessions) == len(HELD)
 
         await self.served.until(both)
-        answer = await write(self.served, text(9, 20), session_id="new")
+        os.kill(self.served.engine_pid, signal.SIGSTOP)  # else they might be over before it is refused
+        try:
+            assert await both()
+            answer = await write(self.served, text(9, 20), session_id="new")
+        finally:
+            os.kill(self.served.engine_pid, signal.SIGCONT)
         assert [(await task).status for task in running] == [200, 200]
         return answer
 
