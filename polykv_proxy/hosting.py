@@ -18,6 +18,7 @@ from polykv_proxy.engine.address import EngineAddress
 from polykv_proxy.engine.attached import Attached
 from polykv_proxy.engine.client import EngineClient
 from polykv_proxy.engine.launch import slot_folder, spec_from
+from polykv_proxy.engine.origin import Fixed, Origin, Recorded, Start
 from polykv_proxy.engine.poolfiles import CopyLimits
 from polykv_proxy.engine.supervisor import Supervisor
 from polykv_proxy.errors import BuildError
@@ -94,7 +95,9 @@ async def prepare(  # noqa: PLR0913 - what an engine is made of
     upstream = Upstream(_dial_text(process.address))
     stack.callback(upstream.close)
     pooling = Pooling(runtime)
-    runtime.saver = durable = _durable(settings, number, runtime, pooling)
+    origin = _origin(settings, number)
+    stack.callback(origin.close)
+    runtime.saver = durable = Durable(runtime, pooling, settings.durable, origin)
     engine = Engine(number, name, runtime, pooling, upstream, key, _patch(settings), durable)
     return Hosted(engine, process, settings.engine.stop_deadline_s, durable)
 
@@ -129,18 +132,14 @@ def _copies(settings: Settings, number: int) -> CopyLimits:
     return CopyLimits(engine.max_pools, None if engine.url else slot_folder(settings, number))
 
 
-def _durable(settings: Settings, number: int, runtime: Runtime, pooling: Pooling) -> Durable:
-    """Who saves KV; an engine of somebody else's has its folder and its model somewhere else."""
+def _origin(settings: Settings, number: int) -> Origin:
+    """Where it is known from what an engine was started with: nowhere, if it is at a port and not ours."""
     engine = settings.engine
-    ours = engine.url is None
-    return Durable(
-        runtime,
-        pooling,
-        settings.durable,
-        folder=slot_folder(settings, number) if ours else None,
-        model=engine.model.absolute() if ours and engine.model is not None else None,
-        arguments=engine.args,
-    )
+    if engine.url is not None:
+        address = EngineAddress.parse(engine.url)
+        return Fixed(None) if address.socket is None else Recorded(address.socket)
+    model = None if engine.model is None else engine.model.absolute()
+    return Fixed(Start(folder=slot_folder(settings, number), model=model, arguments=engine.args))
 
 
 def _patch(settings: Settings) -> str | None:

@@ -178,7 +178,7 @@ class DurableSettings(_Section):
 
     enabled: bool = True
     """Whether KV is saved and restored. It stays off where the loaded model does not go on from a file, or
-    the engine is not ours to start; ``GET /props`` says why."""
+    nobody can tell what the engine was started with; ``GET /props`` says why."""
 
     max_bytes: int = Field(default=20 * 1024**3, ge=0)
     """Bytes that saved KV of one engine may take; the least valuable goes first."""

@@ -115,6 +115,7 @@ def _engine_prune(args: argparse.Namespace) -> int:
 
 
 def _engine_run(args: argparse.Namespace) -> int:
+    from polykv_proxy.durable import gguf  # noqa: PLC0415
     from polykv_proxy.engine import foreground  # noqa: PLC0415
     from polykv_proxy.engine.launch import spec_from  # noqa: PLC0415
 
@@ -125,6 +126,6 @@ def _engine_run(args: argparse.Namespace) -> int:
     for warning in spec.warnings:
         print(f"polykv-proxy: {warning}", file=sys.stderr)
     if not args.print:
-        foreground.become(spec)
+        foreground.become(spec, gguf.shards(spec.model))
     print(foreground.command_line(spec))
     return 0

@@ -1,6 +1,7 @@
 """Saved states without a proxy or an engine: what there is, whether it is right, and making it less.
 
-Rule: a folder that a running proxy works with is only looked at; changing it is the proxy's.
+Rule: a folder that a running proxy works with is only looked at; changing it is the proxy's. An engine that
+runs by itself changes nothing there unasked.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from polykv_proxy.durable.identity import config_hash
 from polykv_proxy.durable.names import sidecar_name
 from polykv_proxy.durable.store import Store, StoreError
 from polykv_proxy.engine import slotfile
+from polykv_proxy.engine.claims import store_lock
 from polykv_proxy.engine.filelock import try_lock
 from polykv_proxy.errors import ConflictError
 
@@ -71,8 +73,7 @@ class Folder:
         Raises:
             ConflictError: one works with it now.
         """
-        number = self.path.name.rpartition("-")[2]
-        claim = try_lock(self.path.parent / f"engine-{number}.lock")
+        claim = try_lock(store_lock(self.path))
         if claim is None:
             raise ConflictError(
                 f"{self.path}: a running proxy works with it; ask that: DELETE /polykv/cache/…"
@@ -124,8 +125,9 @@ def delete(among: list[Folder], key: str, now_ts: float) -> int:
 
 
 def folders(state_dir: Path) -> list[Folder]:
-    """Those of all engines of a proxy."""
-    return [Folder(path) for path in sorted(state_dir.glob("slots-*")) if path.is_dir()]
+    """Those of all engines of a proxy, and of such as run by themselves in folders of their own below."""
+    paths = [*sorted(state_dir.glob("slots-*")), *sorted(state_dir.glob("*/slots-*"))]
+    return [Folder(path) for path in paths if path.is_dir()]
 
 
 def inspect(file: Path, *, all_tokens: bool) -> dict[str, Any]:

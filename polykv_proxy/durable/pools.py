@@ -202,7 +202,7 @@ class SavedPools:
         if entry is None or not self._shelf.on or entry.tokens != pool.tokens:
             return None
         async with self._shelf.holding(entry):
-            if not await self._fits(pool) or not await self._shelf.check(entry):
+            if not await self._fits(pool) or not await self._shelf.check(entry) or not self._shelf.on:
                 return None
             try:
                 return await self._restore(pool, entry, parent, branch_pos)

@@ -117,7 +117,7 @@ class Restores:
 
     async def _restore(self, lease: Lease, session: Session, entry: Entry, matched: int) -> None:
         slot, runtime = lease.slots[0], self._runtime
-        if lease.ended or not self._plane.serving:
+        if lease.ended or not self._plane.serving or not self._shelf.on:
             return
         self._plane.board.forget_before(slot)  # gone from now on, also if this fails
         async with self._shelf.holding(entry):  # whoever waits for it may leave

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -22,16 +21,24 @@ from polykv_proxy.durable.restores import Restores
 from polykv_proxy.durable.sessions import SavedSessions
 from polykv_proxy.durable.shelf import Shelf
 from polykv_proxy.engine.disk import StuckError
-from polykv_proxy.errors import BadRequestError, NotFoundError, PolyKVError, UnavailableError
+from polykv_proxy.errors import (
+    BadRequestError,
+    EngineGoneError,
+    NotFoundError,
+    PolyKVError,
+    UnavailableError,
+)
 from polykv_proxy.saver import model_digest
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
+    from pathlib import Path
 
     from polykv_proxy.core.catalogue import Entry
     from polykv_proxy.core.decisions import Lease
     from polykv_proxy.core.sessions import Session
     from polykv_proxy.core.types import EngineFacts, Scope, SlotId, Tokens
+    from polykv_proxy.engine.origin import Origin, Start
     from polykv_proxy.pooling import Pooling
     from polykv_proxy.runtime import Runtime
     from polykv_proxy.settings import DurableSettings
@@ -45,6 +52,13 @@ MAX_TRIES = 3
 """Of one load of the engine, while it does not answer."""
 
 
+_UNREAD = "the model's file cannot be read here, so nobody can tell which model it is"
+
+
+class _ChangedError(Exception):
+    """A file is not what the engine loaded."""
+
+
 class Durable:
     """Saves and restores for one engine.
 
@@ -52,33 +66,26 @@ class Durable:
         runtime: the engine's control plane at work.
         pooling: computes pools that are not on disk.
         settings: how much, how long, when.
-        folder: where the engine saves; None: on another host.
-        model: the model's file; None: on another host.
-        arguments: what the engine is started with.
+        origin: where it is known from what the engine was started with.
     """
 
-    def __init__(  # noqa: PLR0913 - what it works with
-        self,
-        runtime: Runtime,
-        pooling: Pooling,
-        settings: DurableSettings,
-        *,
-        folder: Path | None,
-        model: Path | None,
-        arguments: Sequence[str] = (),
-    ) -> None:
+    def __init__(self, runtime: Runtime, pooling: Pooling, settings: DurableSettings, origin: Origin) -> None:
         self._runtime = runtime
         self._settings = settings
-        self._model = model
-        self._arguments = arguments
+        self._origin = origin
         self.shelf = Shelf(
-            folder, settings.retention, runtime.metrics, runtime.now_ts, patience_s=settings.disk_wait_s
+            origin.folder,
+            settings.retention,
+            runtime.metrics,
+            runtime.now_ts,
+            patience_s=settings.disk_wait_s,
         )
         self.sessions = SavedSessions(
             runtime, self.shelf, secrets.token_hex(3), min_tokens=settings.min_tokens
         )
         self.restores = Restores(runtime, self.shelf, self.sessions, min_tokens=settings.min_tokens)
         self.shelf.busy = self.sessions.busy
+        self.shelf.gone = lambda: origin.gone
         self.pools = SavedPools(runtime, pooling, self.shelf, recent_s=settings.pool_recent_s)
         self._epoch = ""
         self._tried, self._tries = "", 0
@@ -89,7 +96,8 @@ class Durable:
         self._settled = asyncio.Event()
         self._generation = 0
         self._pools_at = 0.0
-        if folder is None or not any(folder.glob("kv-*.json")):
+        folder = origin.folder
+        if not origin.hopeful and (folder is None or not any(folder.glob("kv-*.json"))):
             self._settled.set()  # nothing can come back
 
     # -- the engine's life -------------------------------------------------------------------------------
@@ -110,28 +118,29 @@ class Durable:
             return self.shelf.model_id
 
     async def _meet(self, facts: EngineFacts, capability: Capability, reported: Mapping[str, str]) -> str:
-        client, shelf = self._runtime.client, self.shelf
+        shelf = self.shelf
         self.sessions.meet(reported.get("chat_template", ""))
-        parts, window = await self._parts(reported)
-        known = model_digest(reported) if parts is None else identity.model_id(parts)
-        if facts.epoch and facts.epoch == self._epoch:
-            if known != shelf.model_id:
+        if facts.epoch and facts.epoch == self._epoch:  # what it loaded is what it was
+            if shelf.reason is None and await self._lora() != self._adapters:
                 self._adapters_changed()
             return shelf.model_id
+        start = self._origin.find(reported)
+        parts, window = await self._parts(start, reported)
+        known = model_digest(reported) if isinstance(parts, str) else identity.model_id(parts)
         self._epoch, shelf.reason = "", "the engine was not tried yet"  # if this comes to nothing
         shelf.model_id, shelf.bytes_per_token = known, facts.bytes_per_cell
         if not self._settings.enabled:
             shelf.reason = "durable.enabled is false"
         elif capability is not Capability.ZERO_COPY:
             shelf.reason = "the engine has no prefix pools"
-        elif (wrong := await shelf.open()) is not None:
+        elif isinstance(start, str):
+            shelf.reason = start
+        elif (wrong := self._origin.claim(start.folder) or await shelf.open(start.folder)) is not None:
             shelf.reason = wrong
-        elif parts is None:
-            shelf.reason = "the model's file cannot be read here, so nobody can tell which model it is"
-        elif identity.has_control_vector(self._arguments):
+        elif isinstance(parts, str):
+            shelf.reason = parts
+        elif identity.has_control_vector(start.arguments):
             shelf.reason = "a control vector changes KV, and no saved state says which it was"
-        elif (await client.counters()).busy:
-            shelf.reason = "others were at work in the engine when it was to be tried"
         else:
             shelf.reason = await self._try(facts, window)
         self._epoch = facts.epoch
@@ -141,6 +150,11 @@ class Durable:
 
     async def _try(self, facts: EngineFacts, window: int | None) -> str | None:
         """See ``canary.sings``; an engine that never answers it in time is used without (rule 1)."""
+        seen = await self._runtime.client.counters()
+        if seen.epoch != facts.epoch:  # nobody looked at the one that answers by now
+            raise EngineGoneError("the engine was restarted while it was looked at")
+        if seen.busy:
+            return "others were at work in the engine when it was to be tried"
         if facts.epoch != self._tried:
             self._tried, self._tries = facts.epoch, 0
         self._tries += 1
@@ -151,40 +165,52 @@ class Durable:
                 raise
             return f"the engine does not save and restore: {error.message}"
 
-    async def _parts(self, reported: Mapping[str, str]) -> tuple[dict[str, Any] | None, int | None]:
-        """The parts of the model's id and its window; None for what cannot be read."""
-        if self._model is None:
-            return None, None
+    async def _lora(self) -> list[tuple[str, float]]:
+        """The engine's adapters and their scales."""
         try:
-            adapters = await self._runtime.client.adapters()
+            return [(each.path, each.scale) for each in await self._runtime.client.adapters()]
         except (NotFoundError, BadRequestError):
-            adapters = []  # an engine that has none
-        self._adapters = [(each.path, each.scale) for each in adapters]
+            return []  # an engine that has none
+
+    async def _parts(
+        self, start: Start | str, reported: Mapping[str, str]
+    ) -> tuple[dict[str, Any] | str, int | None]:
+        """The parts of the model's id, or why nobody knows them; and its window, if it has one."""
+        if isinstance(start, str) or start.model is None:
+            return _UNREAD, None
+        self._adapters = await self._lora()
         try:
-            files = [await self._read(path) for path in gguf.shards(self._model)]
-            projector = identity.projector_of(self._arguments)
+            files = [await self._read(start, path) for path in gguf.shards(start.model)]
+            projector = identity.projector_of(start.arguments)
+            lora = [
+                [(await self._read(start, path)).identity.plain(), scale] for path, scale in self._adapters
+            ]
             parts = identity.parts_of_model(
                 gguf=[file.identity.plain() for file in files],
-                projector=None if projector is None else (await self._read(projector)).identity.plain(),
-                lora=[[(await self._read(path)).identity.plain(), scale] for path, scale in self._adapters],
+                projector=None
+                if projector is None
+                else (await self._read(start, projector)).identity.plain(),
+                lora=lora,
                 reported=reported,
-                arguments=self._arguments,
+                arguments=start.arguments,
             )
-        except (OSError, gguf.NotGgufError, StuckError) as error:
+        except (OSError, gguf.NotGgufError, StuckError, _ChangedError) as error:
             log.warning("model_not_identified", engine=self._runtime.name, reason=str(error))
-            return None, None
+            return (str(error) if isinstance(error, _ChangedError) else _UNREAD), None
         return parts, max((file.window or 0 for file in files), default=0) or None
 
-    async def _read(self, path: Path | str) -> gguf.Gguf:
-        """What a file is; read again only if it changed.
+    async def _read(self, start: Start, path: Path | str) -> gguf.Gguf:
+        """What a file of the engine's is; read again only if it changed.
 
         Raises:
             OSError, NotGgufError: see ``gguf.read``.
             StuckError: see ``Disk``.
+            _ChangedError: it is not what the engine loaded, as far as is known.
         """
-        path = Path(path)  # a relative one is the engine's, which runs in our folder
-        disk = self.shelf.disk
+        path, disk = start.file(path), self.shelf.disk
         found = await disk.run(path.stat)
+        if (changed := start.changed(path, found)) is not None:
+            raise _ChangedError(changed)
         known = (str(path), found.st_size, found.st_mtime_ns)
         if known not in self._files:
             self._files[known] = await disk.run(gguf.read, path)

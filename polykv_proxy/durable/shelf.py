@@ -61,7 +61,7 @@ class Shelf:
     """The saved states of one engine.
 
     Args:
-        folder: where its engine saves, on this host; None: somewhere else.
+        folder: where its engine saves; None: that is found later, or never.
         limits: how much may stay.
         metrics: counts.
         now_ts: epoch seconds.
@@ -71,6 +71,7 @@ class Shelf:
     Attributes:
         changing: held by whoever changes what is in the folder (rule 1).
         busy: whether somebody works with what a state is of; set by who knows.
+        gone: whether the engine has ended that was met last; set by who knows.
     """
 
     def __init__(  # noqa: PLR0913 - what it works with
@@ -95,13 +96,14 @@ class Shelf:
         self.last_error: str | None = None
         self.failures = 0
         """So far."""
-        self._on_this_host = folder is not None
+        self._folder = folder
         self.tasks = TaskSet()
         self.disk = Disk(patience_s, self._show)
         self.changing = asyncio.Lock()
         self.saves = Saves(self)
         self.sweeps = Sweeps(self)
         self.busy: Callable[[Entry], bool] = lambda _: False
+        self.gone: Callable[[], bool] = lambda: False
         self._opened = False
         self.held: dict[Entry, None] = {}
         """States that somebody holds, also such as are gone."""
@@ -114,14 +116,20 @@ class Shelf:
     @property
     def on(self) -> bool:
         """Whether states are saved and restored."""
-        return self.reason is None and self.disk.reason is None
+        return self.reason is None and self.disk.reason is None and not self.gone()
 
-    async def open(self) -> str | None:
-        """Read what is there, once; returns why it cannot be used, or None."""
-        if not self._on_this_host:
-            return "the proxy did not start this engine, so it does not know where it saves"
+    async def open(self, folder: Path | None = None) -> str | None:
+        """Read what is there, once; returns why it cannot be used, or None.
+
+        Args:
+            folder: where its engine saves; None: where it was said to.
+        """
         if self._opened:
             return None
+        if folder is not None:
+            self._folder = self.store.folder = folder
+        if self._folder is None:
+            return "nobody knows where the engine saves"
         try:
             seen = await self.disk.run(self.store.open)
             stones = await self.disk.run(self.store.tombstones)
@@ -368,9 +376,13 @@ class Shelf:
         """For ``/props`` and the listing."""
         return {
             "state": "on" if self.on else "off",
-            "reason": self.disk.reason if self.reason is None else self.reason,
+            "reason": self._why_off(),
             "entries": len(self.catalogue),
             "bytes": self.catalogue.total_bytes,
             "max_bytes": self.limits.max_bytes,
             "last_error": self.last_error,
         }
+
+    def _why_off(self) -> str | None:
+        why = self.disk.reason if self.reason is None else self.reason
+        return "the engine has ended" if why is None and self.gone() else why

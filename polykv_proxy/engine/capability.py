@@ -9,6 +9,8 @@ What was tested once on a load of the model is not tested again, nor what would 
 
 from __future__ import annotations
 
+import asyncio
+from time import monotonic
 from typing import TYPE_CHECKING
 
 from polykv_proxy.core.types import Capability, PoolNumber
@@ -19,11 +21,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from polykv_proxy.core.plane import ControlPlane
-    from polykv_proxy.core.types import EngineFacts
+    from polykv_proxy.core.types import EngineFacts, EngineSample
     from polykv_proxy.engine.backend import Backend
     from polykv_proxy.engine.client import EngineClient
 
 SELF_TEST_TOKENS = 48
+
+CALM_S = 20.0
+"""What an earlier proxy left at work may take so long to end."""
+CALM_LOOK_S = 0.2
 
 
 async def find_backend(  # noqa: PLR0913 - what is known before anything is tried
@@ -75,12 +81,28 @@ async def _sharing(client: EngineClient, plane: ControlPlane) -> tuple[Capabilit
     sample = await client.counters()
     if plane.facts is not None and plane.facts.epoch == sample.epoch:
         return plane.capability, plane.capability_reason  # tested already
+    sample = await _calm(client, sample)
     for pool in sample.pools:
         await client.release(pool.number)  # left by a proxy that is gone: nobody knows their ids
     if sample.busy:
         return Capability.ZERO_COPY, None  # in use by others: a test would disturb them
+    for slot in sample.slots:
+        if slot.tokens:  # left as well; a test, and what comes back from disk, needs cells
+            await client.erase_slot(slot.slot)
     reason = await _self_test(client)
     return (Capability.ZERO_COPY, None) if reason is None else (Capability.RELAY, reason)
+
+
+async def _calm(client: EngineClient, sample: EngineSample) -> EngineSample:
+    """The engine when it has nothing to do, or when that took too long.
+
+    It notices within a second or so that a proxy which was killed waits for no answer any more.
+    """
+    until = monotonic() + CALM_S
+    while sample.busy and monotonic() < until:
+        await asyncio.sleep(CALM_LOOK_S)
+        sample = await client.counters()
+    return sample
 
 
 async def _self_test(client: EngineClient) -> str | None:

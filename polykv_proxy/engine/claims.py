@@ -1,4 +1,8 @@
-"""An engine's folders belong to whoever runs it, for as long as that lives."""
+"""An engine's folders belong to whoever runs it, for as long as that lives; its saved states to one proxy.
+
+The latter need not be the same: a proxy works with the states of an engine that runs by itself, also while
+that is down.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +18,12 @@ if TYPE_CHECKING:
     from polykv_proxy.engine.launch import EngineSpec
 
 
-def claim_folders(spec: EngineSpec) -> list[int]:
+def claim_folders(spec: EngineSpec, *, store: bool = True) -> list[int]:
     """Make an engine's folders and claim them, and its binary with others.
+
+    Args:
+        spec: the engine.
+        store: whether to claim its saved states, too.
 
     Returns:
         Descriptors that hold the claims until they and every copy of them are closed.
@@ -33,6 +41,9 @@ def claim_folders(spec: EngineSpec) -> list[int]:
         claims.append(_claim("runtime_dir", spec.socket.with_name(f"{spec.socket.name}.lock")))
         if (binary := share(spec.binary)) is not None:  # so that nobody prunes it between two starts
             claims.append(binary)
+        store_lock(spec.slot_dir).touch(mode=0o600)  # by its user, before somebody else looks after it
+        if store:
+            claims.append(_claim("state_dir", store_lock(spec.slot_dir)))
     except OSError as error:
         drop(claims)
         raise ConfigError(f"state_dir: {error.filename}: {error.strerror}") from None
@@ -40,6 +51,11 @@ def claim_folders(spec: EngineSpec) -> list[int]:
         drop(claims)
         raise
     return claims
+
+
+def store_lock(folder: Path) -> Path:
+    """The file whose lock whoever works with the states in a folder holds."""
+    return folder.with_name(f"{folder.name}.lock")
 
 
 def drop(claims: list[int]) -> None:

@@ -24,6 +24,7 @@ class EngineSpec:
     index: int
     """Number of the engine on this host, from 0; part of its files' names."""
     binary: Path
+    model: Path
     argv: tuple[str, ...]
     env: Mapping[str, str]
     """The whole environment of the process."""
@@ -78,6 +79,7 @@ def spec_from(settings: Settings, index: int = 0, *, socket: Path | None = None)
     return EngineSpec(
         index=index,
         binary=engine.binary.absolute(),
+        model=profile.model,
         argv=profile.argv(),
         env=child_environment(os.environ, added, api_key=api_key),
         socket=profile.socket,

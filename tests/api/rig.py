@@ -29,6 +29,7 @@ from polykv_proxy.edge import Edge, InProcess, Upstream
 from polykv_proxy.edge.tasks import TaskSet
 from polykv_proxy.engine.address import EngineAddress
 from polykv_proxy.engine.client import EngineClient
+from polykv_proxy.engine.origin import Fixed, Origin, Start
 from polykv_proxy.engine.poolfiles import CopyLimits
 from polykv_proxy.engine.state import EngineState, EngineStatus
 from polykv_proxy.fleet import Engine, Fleet
@@ -152,12 +153,14 @@ class Rig:
         copies: CopyLimits | None = None,
         cells: int | None = None,
         saving: FakeDurable | tuple[FakeDurable, ...] | None = None,
+        origin: Origin | None = None,
         **settings: Any,
     ) -> None:
         self.engines = (
             [FakePolykv(slots=slots, max_pools=max_pools) for _ in models] if stock is None else [stock]
         )
         self.saves = saving is not None
+        self._origin = origin
         if saving is not None:
             self.engines = list(saving) if isinstance(saving, tuple) else [saving]
         self._copies = copies
@@ -237,8 +240,7 @@ class Rig:
                 runtime,
                 pooling,
                 self.settings.durable,
-                folder=saving.folder,
-                model=saving.model_file,
+                self._origin or Fixed(Start(folder=saving.folder, model=saving.model_file)),
             )
         return Engine(
             number,

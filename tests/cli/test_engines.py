@@ -65,15 +65,21 @@ def test_engine_path_without_an_engine(run):
 def test_engine_run_becomes_the_engine_of_the_settings(run, calls, monkeypatch, tmp_path):
     """Completed as for serve; the socket where it is asked for."""
     became = []
-    monkeypatch.setattr(foreground, "become", became.append)
+    monkeypatch.setattr(foreground, "become", lambda *given: became.append(given))
     monkeypatch.setenv("POLYKV_STATE_DIR", str(tmp_path / "state"))
-    run("engine", "run", "--socket", str(tmp_path / "e.sock"), "--parallel", "2", "--engine-arg", "-v")
-    (spec,) = became
+    model = tmp_path / "m-00002-of-00002.gguf"
+    model.touch()
+    run(
+        *("engine", "run", "--socket", str(tmp_path / "e.sock"), "--parallel", "2", "--engine-arg", "-v"),
+        *("--model", str(model)),
+    )
+    ((spec, shards),) = became
+    assert shards == [tmp_path / f"m-0000{number}-of-00002.gguf" for number in (1, 2)]
     assert (spec.socket, spec.slot_dir) == (tmp_path / "e.sock", tmp_path / "state" / "slots-0")
     assert spec.binary == tmp_path / "engine" / "bin" / "llama-server"
     assert spec.argv[-1] == "-v"
     assert spec.argv[spec.argv.index("--parallel") + 1] == "2"
-    assert [name for name, *_ in calls] == ["model.ensure", "build.ensure"]
+    assert [name for name, *_ in calls] == ["build.ensure"]
 
 
 def test_engine_run_prints_the_command_line(run, calls, monkeypatch, tmp_path):

@@ -27,12 +27,19 @@ async def proxies(tmp_path: Path) -> AsyncIterator[Callable[..., Coroutine[Any, 
             max_pools: int = 3,
             prepare: Any = None,
             queue: Any = None,
+            origin: Any = None,
             **durable: Any,
         ) -> Rig:
             fake = FakeDurable(tmp_path, slots=slots, max_pools=max_pools)
             if prepare is not None:
                 prepare(fake)
-            rig = Rig(saving=fake, pools={"auto_pools": False}, durable=QUICK | durable, queue=queue or {})
+            rig = Rig(
+                saving=fake,
+                pools={"auto_pools": False},
+                durable=QUICK | durable,
+                queue=queue or {},
+                origin=origin,
+            )
             return await stack.enter_async_context(rig)
 
         yield start

@@ -10,6 +10,7 @@ from polykv_proxy.core.catalogue import Retention
 from polykv_proxy.durable import offline
 from polykv_proxy.durable.names import TOMBSTONES
 from polykv_proxy.durable.store import Store
+from polykv_proxy.engine.claims import store_lock
 from polykv_proxy.engine.filelock import try_lock
 from polykv_proxy.errors import ConflictError, UnavailableError
 
@@ -35,6 +36,17 @@ def test_a_listing_of_all_engines(tmp_path, folder):
     table = offline.table(one.listing(), 4e9 + 7200)
     assert table.splitlines()[0].startswith("KEY")
     assert "2 h" in table
+
+
+def test_engines_that_run_by_themselves_have_folders_of_their_own_below(tmp_path, folder):
+    """As units do; what they claim keeps nobody out, what a proxy claims does."""
+    store = Store(tmp_path / "unit-0" / "slots-0")
+    store.open()
+    saved(store, state(range(80), "run/b"))
+    assert [len(each.listing()) for each in offline.folders(tmp_path)] == [2, 0, 1]
+    engine = try_lock(tmp_path / "unit-0" / "engine-0.lock")
+    assert offline.delete(offline.folders(tmp_path), "run/b", 5.0) == 1
+    os.close(engine)
 
 
 def test_what_is_wrong_is_said(folder):
@@ -90,7 +102,7 @@ def test_deleting_is_for_all_folders_or_none(tmp_path, folder):
     other = Store(tmp_path / "slots-1")
     other.open()
     saved(other, state(range(80), "run/a"))
-    claim = try_lock(tmp_path / "engine-1.lock")
+    claim = try_lock(store_lock(tmp_path / "slots-1"))
     try:
         with pytest.raises(ConflictError, match="running proxy"):
             offline.delete(offline.folders(tmp_path), "run", 5.0)
@@ -114,7 +126,7 @@ def test_why_a_file_is_gone_is_said(folder):
 
 def test_a_proxy_at_work_is_not_interfered_with(tmp_path, folder):
     """Looking is allowed."""
-    claim = try_lock(tmp_path / "engine-0.lock")
+    claim = try_lock(store_lock(folder))
     try:
         one = offline.Folder(folder)
         assert len(one.listing()) == 2

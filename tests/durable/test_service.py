@@ -12,7 +12,9 @@ from polykv_proxy.core.plane import ControlPlane
 from polykv_proxy.core.types import Capability, EngineFacts
 from polykv_proxy.durable.service import MAX_TRIES, Durable
 from polykv_proxy.durable.store import Store
-from polykv_proxy.errors import UnavailableError
+from polykv_proxy.engine import started
+from polykv_proxy.engine.origin import Fixed, Start
+from polykv_proxy.errors import EngineGoneError, UnavailableError
 from polykv_proxy.runtime import Runtime
 
 
@@ -114,7 +116,7 @@ async def test_an_engine_of_somebody_elses_is_on_another_host():
     from polykv_proxy.settings import DurableSettings  # noqa: PLC0415
 
     runtime.metrics = Metrics(plane)
-    durable = Durable(runtime, None, DurableSettings(), folder=None, model=None)
+    durable = Durable(runtime, None, DurableSettings(), Fixed(None))
     facts = EngineFacts("e", 1, 1, 10, 10, 1, "b")
     known = await durable.meet(facts, Capability.ZERO_COPY, {"a": "b"})
     assert known
@@ -149,8 +151,7 @@ async def test_the_gate_is_open_where_nothing_can_come_back(proxies, folder, tmp
         rig.runtime,
         rig.pooling,
         rig.settings.durable,
-        folder=rig.engine.folder if folder == "files" else tmp_path / "none",
-        model=None,
+        Fixed(Start(folder=rig.engine.folder if folder == "files" else tmp_path / "none", model=None)),
     )
     assert fresh.is_settled is (folder == "none")
     assert await fresh.settled(0.0) is (True if folder == "none" else None)
@@ -255,3 +256,143 @@ async def test_a_fault_of_ours_does_not_end_the_rounds(proxies, monkeypatch):
     await until(lambda: len(rounds) > 2)
     running.cancel()
     assert "a fault" in rig.durable.status()["last_error"]
+
+
+class Elsewhere:
+    """What is known of an engine that somebody else started."""
+
+    hopeful, folder, gone = True, None, False
+
+    def __init__(self):
+        self.start = self.doubt = self.claimed = None
+
+    def note(self, fake):
+        """It is started now."""
+        folder = fake.folder.parent
+        marks = started.marks_of(["m.gguf", "l.gguf"], folder)
+        self.start = Start(folder=fake.folder, model=fake.model_file, cwd=folder, marks=marks)
+
+    def find(self, reported):
+        """The start, or the doubt."""
+        assert reported["model_path"]
+        return self.doubt or self.start
+
+    def claim(self, folder):
+        """Why not."""
+        assert folder == self.start.folder
+        return self.claimed
+
+
+async def test_an_engine_of_which_enough_is_known_saves_as_our_own_does(proxies):
+    """Under the same id of its model: what either saved comes back with the other."""
+    own, origin = await proxies(), Elsewhere()
+    await turn(own, "a", "first")
+    await own.durable.drain()
+    rig = await proxies(origin=origin, prepare=origin.note)
+    assert rig.durable.status()["state"] == "on"
+    assert rig.durable.shelf.model_id == own.durable.shelf.model_id
+    assert await turn(rig, "a", "first", "second") == prompt_of(rig, "a", "first")
+
+
+async def test_requests_wait_until_it_is_known_what_comes_back(proxies):
+    """Where such an engine saves is not known before it runs; where it never is, they go on all the same."""
+    rig, origin = await proxies(), Elsewhere()
+    origin.note(rig.engine)
+    for doubt in (None, "for a test"):
+        origin.doubt = doubt
+        fresh = Durable(rig.runtime, rig.pooling, rig.settings.durable, origin)
+        assert not fresh.is_settled
+        rig.runtime.saver = fresh
+        rig.down()
+        rig.engine.restart()
+        await rig.up()
+        assert await fresh.settled(20.0)
+        assert fresh.status()["reason"] == doubt
+
+
+@pytest.mark.parametrize("why", ["doubt", "claimed"])
+async def test_a_doubt_is_a_reason_to_save_nothing(proxies, why):
+    """It is said, and the folder is not looked at; the next engine may be known."""
+    origin = Elsewhere()
+    setattr(origin, why, "for a test")
+    rig = await proxies(origin=origin, prepare=origin.note)
+    assert rig.durable.status()["reason"] == "for a test"
+    await turn(rig, "a", "first")
+    await rig.durable.drain()
+    assert list(rig.engine.folder.iterdir()) == []
+    setattr(origin, why, None)
+    rig.down()
+    rig.engine.restart()
+    await rig.up()
+    assert rig.durable.status()["state"] == "on"
+
+
+@pytest.mark.parametrize("name", ["m.gguf", "l.gguf"])
+async def test_files_must_be_what_the_engine_loaded(proxies, tmp_path, name):
+    """Else KV of the old ones would be taken for the new ones' from then on."""
+    origin = Elsewhere()
+    (tmp_path / "l.gguf").write_bytes(gguf_bytes([("general.type", "adapter")]))
+
+    def start(fake):
+        fake.adapters.append({"id": 0, "path": "l.gguf", "scale": 1.0})
+        origin.note(fake)
+
+    def replaced(fake):
+        start(fake)
+        (tmp_path / "new").write_bytes((tmp_path / name).read_bytes())
+        (tmp_path / "new").replace(tmp_path / name)
+
+    rig = await proxies(origin=origin, prepare=start)
+    assert rig.durable.status()["state"] == "on"
+    rig = await proxies(origin=origin, prepare=replaced)
+    assert rig.durable.status()["reason"] == f"{tmp_path / name} was changed since the engine started"
+
+
+async def test_what_is_replaced_on_disk_later_is_not_in_the_engine(proxies, tmp_path):
+    """The same load is of what it was; the next one is of the new file."""
+    origin = Elsewhere()
+    rig = await proxies(origin=origin, prepare=origin.note)
+    before = rig.durable.shelf.model_id
+    pairs = [("general.architecture", "other"), *PAIRS[1:]]
+    (tmp_path / "new").write_bytes(gguf_bytes(pairs))
+    (tmp_path / "new").replace(rig.engine.model_file)
+    rig.down()
+    await rig.up()
+    assert (rig.durable.shelf.model_id, rig.durable.status()["state"]) == (before, "on")
+    rig.down()
+    rig.engine.restart()
+    origin.note(rig.engine)
+    await rig.up()
+    assert rig.durable.status()["state"] == "on"
+    assert rig.durable.shelf.model_id != before
+
+
+async def test_nothing_is_read_or_written_once_the_engine_ended(proxies):
+    """Who answers at its address next may have another model; that is found out before it is used."""
+    origin = Elsewhere()
+    rig = await proxies(origin=origin, prepare=origin.note)
+    await turn(rig, "a", "first")
+    await turn(rig, "b", "first")
+    assert keys(rig) == ["a"]
+    moves = list(rig.engine.moves)
+    origin.gone = True
+    assert rig.durable.status()["reason"] == "the engine has ended"
+    await turn(rig, "a", "first", "second")
+    await rig.durable.round()
+    assert rig.engine.moves == moves
+
+
+async def test_the_engine_that_is_tried_is_the_one_that_was_looked_at(proxies):
+    """One that was restarted in between is looked at anew."""
+    origin = Elsewhere()
+    rig = await proxies(origin=origin, prepare=origin.note)
+    rig.down()
+    rig.engine.restart()
+    facts, _, reported = await rig.runtime.client.describe()
+    rig.engine.restart()
+    with pytest.raises(EngineGoneError):
+        await rig.durable.meet(facts, Capability.ZERO_COPY, reported)
+    assert rig.durable.status()["state"] == "off"
+    facts, _, reported = await rig.runtime.client.describe()
+    await rig.durable.meet(facts, Capability.ZERO_COPY, reported)
+    assert rig.durable.status()["state"] == "on"

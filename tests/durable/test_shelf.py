@@ -168,9 +168,29 @@ async def test_what_is_said_of_a_pool_changes(tmp_path):
 async def test_a_folder_on_another_host_is_never_touched():
     """It says so."""
     shelf = Shelf(None, Retention(), Metrics(ControlPlane(max_waiting=1)), lambda: 0.0)
-    assert await shelf.open() == "the proxy did not start this engine, so it does not know where it saves"
+    assert await shelf.open() == "nobody knows where the engine saves"
     assert not shelf.on
     assert shelf.status()["state"] == "off"
+
+
+async def test_where_the_engine_saves_may_be_found_out_later(tmp_path):
+    """It is read once, then."""
+    bench = Bench(tmp_path)
+    await bench.save(range(100))
+    shelf = Shelf(None, Retention(), Metrics(ControlPlane(max_waiting=1)), lambda: 0.0)
+    for _ in range(2):
+        assert await shelf.open(tmp_path) is None
+    assert (len(shelf.catalogue), shelf.store.folder) == (1, tmp_path)
+
+
+async def test_an_engine_that_ended_neither_saves_nor_restores(tmp_path):
+    """Whoever knows says so, and it is the reason where there is no other."""
+    shelf = Bench(tmp_path).shelf
+    shelf.reason, ended = None, []
+    shelf.gone = lambda: bool(ended)
+    assert (shelf.on, shelf.status()["reason"]) == (True, None)
+    ended.append(1)
+    assert (shelf.on, shelf.status()["reason"]) == (False, "the engine has ended")
 
 
 async def test_a_folder_that_cannot_be_read_says_why(tmp_path):

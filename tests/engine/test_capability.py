@@ -4,6 +4,7 @@ import pytest
 from api.rig import CHAT, chat
 
 from polykv_proxy.core.types import Capability, Scope
+from polykv_proxy.engine import capability
 
 SCOPE = Scope("")
 
@@ -45,8 +46,9 @@ async def test_the_same_epoch_is_tested_once(rig):
 
 
 @pytest.mark.parametrize("busy", [False, True])
-async def test_pools_of_an_earlier_proxy_are_released(rig, busy):
+async def test_pools_of_an_earlier_proxy_are_released(rig, busy, monkeypatch):
     """Nobody knows their ids, and their numbers would be taken for ever; also where others are at work."""
+    monkeypatch.setattr(capability, "CALM_S", 0.0)
     await rig.pool()
     rig.down()
     rig.engine.epoch = "another proxy's"
@@ -56,3 +58,27 @@ async def test_pools_of_an_earlier_proxy_are_released(rig, busy):
     assert rig.runtime.plane.capability is Capability.ZERO_COPY
     rig.engine.sequences[1].running = False
     assert (await rig.pool())["created"]
+
+
+async def test_what_an_earlier_proxy_left_in_the_slots_goes(rig, monkeypatch):
+    """When its requests have ended, which were at work when it was killed: the test needs cells, and time."""
+    monkeypatch.setattr(capability, "CALM_LOOK_S", 0.0)
+    await rig.ask(CHAT, chat("a"))
+    held = next(slot for slot in rig.engine.sequences if slot.tokens)
+    held.running = True
+    rig.down()
+    rig.engine.epoch = "another proxy's"
+    looks, counters = [], rig.runtime.client.counters
+
+    async def look():
+        looks.append(held.running)
+        held.running = len(looks) < 4
+        return await counters()
+
+    monkeypatch.setattr(rig.runtime.client, "counters", look)
+    orders = len(rig.engine.requests)
+    await rig.up()
+    assert looks[:4] == [True] * 4
+    assert [slot.tokens for slot in rig.engine.sequences] == [[], []]
+    tested = [request.path for request in rig.engine.requests[orders:] if "/pools/" in request.path]
+    assert tested  # it was not taken at its word

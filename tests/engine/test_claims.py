@@ -5,7 +5,7 @@ import os
 import pytest
 
 from polykv_proxy.engine import claims
-from polykv_proxy.engine.filelock import is_locked
+from polykv_proxy.engine.filelock import is_locked, try_lock
 from polykv_proxy.engine.launch import spec_from
 from polykv_proxy.errors import ConfigError
 from polykv_proxy.settings import Settings
@@ -50,6 +50,21 @@ def test_a_copy_of_a_claim_keeps_it(tmp_path):
         claims.claim_folders(spec(tmp_path))
     claims.drop(copies)
     claims.drop(claims.claim_folders(spec(tmp_path)))
+
+
+def test_saved_states_are_one_proxys(tmp_path):
+    """An engine that runs by itself leaves them to who attaches to it; while that has them nobody starts."""
+    engine = claims.claim_folders(spec(tmp_path), store=False)
+    assert claims.store_lock(spec(tmp_path).slot_dir).stat().st_mode & 0o777 == 0o600
+    proxy = try_lock(claims.store_lock(spec(tmp_path).slot_dir))
+    assert proxy is not None
+    claims.drop(engine)
+    with pytest.raises(ConfigError, match=r"state_dir: .*state is in use by another"):
+        claims.claim_folders(spec(tmp_path))
+    os.close(proxy)
+    own = claims.claim_folders(spec(tmp_path))
+    assert try_lock(claims.store_lock(spec(tmp_path).slot_dir)) is None
+    claims.drop(own)
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path):

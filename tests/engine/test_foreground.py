@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from polykv_proxy.engine import claims
+from polykv_proxy.engine import claims, started
 from polykv_proxy.engine.foreground import command_line
 from polykv_proxy.engine.launch import spec_from
 from polykv_proxy.errors import ConfigError
@@ -20,7 +20,7 @@ from polykv_proxy.errors import PolyKVError
 from polykv_proxy.settings import Settings
 
 try:
-    foreground.become(launch.spec_from(Settings(**json.loads(sys.argv[1]))))
+    foreground.become(launch.spec_from(Settings(**json.loads(sys.argv[1]))), [])
 except PolyKVError as error:
     sys.exit(f"{error.code}: {error.message}")
 """
@@ -66,6 +66,15 @@ def test_the_process_is_the_engine(settings):
     mask = int(ignored.split()[1], 16)
     assert not any(mask >> (number - 1) & 1 for number in (signal.SIGPIPE, signal.SIGXFSZ))
     assert process.returncode == 7
+
+
+def test_what_it_is_started_with_is_written_down(settings):
+    """Of the process that becomes it, beside its socket; before it can answer there."""
+    process = become(settings)
+    process.communicate()
+    spec = spec_from(settings)
+    told = started.read(started.record_file(spec.socket))
+    assert (told.process.pid, told.command) == (process.pid, (str(spec.binary), *spec.argv))
 
 
 def test_its_folders_are_claimed_while_it_lives(settings):

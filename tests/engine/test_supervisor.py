@@ -66,6 +66,7 @@ class Case:
         self.spec = EngineSpec(
             index=0,
             binary=SCRIPTED,
+            model=folder / "m.gguf",
             argv=("--host", str(folder / "run" / "engine-0.sock")),
             env={"PATH": os.environ["PATH"], "SCRIPT_DIR": str(self.script)},
             socket=folder / "run" / "engine-0.sock",
