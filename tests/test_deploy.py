@@ -12,6 +12,7 @@ import yaml
 from polykv_proxy import config
 from polykv_proxy.cli.main import parser
 from polykv_proxy.core.types import PoolNumber
+from polykv_proxy.engine.launch import slot_folder
 from polykv_proxy.engine.poolfiles import CopyLimits, PoolFiles
 from polykv_proxy.settings import Settings
 
@@ -23,7 +24,7 @@ UNITS = (UNIT, ENGINE_UNIT)
 TMPFILES = DEPLOY / "polykv-proxy.tmpfiles.conf"
 MAX_EXPOSURE = 2.5
 PROGRAM = "/opt/polykv-proxy/venv/bin/polykv-proxy"
-SPECIFIERS = {"%i": "0", "%t": "/run", "%C": "/var/cache"}
+SPECIFIERS = {"%i": "0", "%t": "/run", "%C": "/var/cache", "%S": "/var/lib"}
 
 
 def options(unit):
@@ -133,6 +134,21 @@ def test_both_units_are_one_user_with_one_cache():
     assert "RuntimeDirectoryPreserve" not in engine
 
 
+def test_the_engine_saves_where_the_proxy_can_read(monkeypatch):
+    """In the proxy's state folder, which both units have, and in one of its own there."""
+    proxy, engine = map(options, UNITS)
+    for same in ("StateDirectory", "StateDirectoryMode"):
+        assert proxy[same] == engine[same]
+    given = dict(each.split("=", 1) for each in engine["Environment"])
+    monkeypatch.setenv("STATE_DIRECTORY", f"/var/lib/{proxy['StateDirectory'][0]}")
+    shared = config.load().state_path
+    monkeypatch.setenv("POLYKV_STATE_DIR", given["POLYKV_STATE_DIR"])
+    own = slot_folder(config.load(), 0)
+    assert own.is_relative_to(shared)
+    assert own not in [slot_folder(Settings(state_dir=shared), number) for number in range(9)]
+    assert own.parent.parent == shared  # where `cache list` looks
+
+
 def test_the_engine_is_sandboxed_as_the_proxy_is():
     """And has no network in addition."""
     proxy, engine = map(options, UNITS)
@@ -147,7 +163,7 @@ def test_the_engine_is_sandboxed_as_the_proxy_is():
 
 def test_folders_are_made_and_leftovers_go_at_boot(tmp_path):
     """By systemd itself, below another root; nothing but pools of a stock engine is removed."""
-    slots = tmp_path / "var/lib/private/polykv-engine/0/slots-0"
+    slots = tmp_path / "var/lib/private/polykv-proxy/unit-0/slots-0"
     slots.mkdir(parents=True)
     for name in ("polykv-pool-ab12cd34-0.bin", "kv-1.bin"):
         (slots / name).touch()
