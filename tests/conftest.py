@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 
+import hypothesis
 import pytest
 from api.rig import Rig
 from fake_polykv import FakePolykv
@@ -13,6 +14,13 @@ from fake_polykv import FakePolykv
 def pytest_configure():
     """Whoever ends a run by a signal gets it ended as by the keyboard: the servers it started stop, too."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+
+# the machine may be busy: how long an example takes says nothing
+hypothesis.settings.register_profile(
+    "patient", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("patient")
 
 
 @pytest.fixture

@@ -69,7 +69,7 @@ def test_the_block_goes_into_the_last_event_once(name):
     assert changed.replace(member, b"") == stream
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.sampled_from(sorted(STREAMS)), st.data())
 def test_any_split_gives_the_same_bytes(name, data):
     """Where the pieces end does not matter, in the middle of an event or of its end."""

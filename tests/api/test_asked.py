@@ -99,7 +99,7 @@ KNOWN = [
 BODIES = st.dictionaries(st.sampled_from(KNOWN) | st.text(max_size=6), JSON_VALUES, max_size=8)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(BODIES, st.sampled_from([CHAT, TEXT, MESSAGES, RESPONSES, OTHER]), st.booleans())
 def test_any_object_is_read_or_is_a_bad_request(body, family, spaced):
     """No object raises anything else; of the rest nothing is lost and nothing changes."""
@@ -119,7 +119,7 @@ def test_any_object_is_read_or_is_a_bad_request(body, family, spaced):
         assert wanted.body == raw
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.binary(max_size=60))
 def test_any_bytes_are_read_or_are_a_bad_request(body):
     """Garbage is the engine's to refuse."""

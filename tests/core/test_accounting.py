@@ -293,7 +293,7 @@ class CellsAgainstModel:
             assert not self.look()[0].dead
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.integers(0))
 def test_every_cell_has_the_owner_that_computed_it(seed):
     """Pools and slots come and go in any order; at every moment the attribution is what counting finds."""

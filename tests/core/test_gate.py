@@ -477,7 +477,7 @@ class Crowd(RuleBasedStateMachine):
 
 
 TestCrowd = Crowd.TestCase
-TestCrowd.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+TestCrowd.settings = settings(max_examples=150, stateful_step_count=30)
 
 
 def test_what_becomes_of_sessions_is_counted():

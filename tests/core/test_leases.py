@@ -635,7 +635,7 @@ def test_a_borrowed_slot_of_an_engine_that_is_gone_is_not_given_back():
 # -- against chance ---------------------------------------------------------------------------------------
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.integers(0))
 def test_leases_live_as_its_model_does(seed):
     """Requests, ends, departures, retries, loans and restarts in any order."""

@@ -438,7 +438,7 @@ class LedgerAgainstModel:
             self.it_adds_up()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.integers(0))
 def test_a_ledger_adds_up_as_its_model_does(seed):
     """Residents, requests and samples in any order."""

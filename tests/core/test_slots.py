@@ -403,7 +403,7 @@ def move(board, running, held, lease, target, now):
         board.forget(source)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.data())
 def test_the_books_agree_whatever_happens(data):
     """Requests come and go, slots are kept, and the engine chooses others than it was told."""

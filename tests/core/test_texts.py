@@ -50,7 +50,7 @@ message = st.builds(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.lists(message, max_size=6), min_size=1, max_size=5), st.booleans(), st.data())
 def test_a_prompt_read_in_parts_is_the_prompt_read_whole(chats, bos, data):
     """Whatever was read before it, also texts that contain special tokens and halves of them."""

@@ -667,7 +667,7 @@ class TreeAgainstModel:
         assert found == blocks
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.integers(0))
 def test_a_tree_lives_as_its_model_does(seed):
     """Forks, snapshots, evictions, revivals, releases, failures and restarts in any order."""

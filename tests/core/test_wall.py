@@ -245,7 +245,7 @@ def test_without_the_ledger_this_engine_dies():
     assert machine.run().deaths > 0
 
 
-@settings(max_examples=50, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@settings(max_examples=50, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(
     st.lists(
         st.builds(

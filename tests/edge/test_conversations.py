@@ -70,7 +70,7 @@ async def converse(request_cuts, answer_cuts, *, guarded):
 def test_cuts_change_nothing(factory, guarded):
     """Requests and answers, cut anywhere into reads, arrive as if they had come in one piece."""
 
-    @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=40, suppress_health_check=list(HealthCheck))
     @given(cuts, cuts)
     def check(request_cuts, answer_cuts):
         with asyncio.Runner(loop_factory=factory) as runner:
