@@ -7,12 +7,34 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import TYPE_CHECKING
+from contextlib import suppress
+from typing import TYPE_CHECKING, TextIO, cast
 
 import structlog
 
 if TYPE_CHECKING:
     from polykv_proxy.settings import LogSettings
+
+
+class _Unread:
+    """A stream to which nothing need get: whoever reads it may be gone, and the proxy goes on, and ends.
+
+    Args:
+        stream: the one behind it.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> None:
+        """What cannot be written is lost."""
+        with suppress(OSError):
+            self._stream.write(text)
+
+    def flush(self) -> None:
+        """Nor is that an error."""
+        with suppress(OSError):
+            self._stream.flush()
 
 
 def configure_logging(settings: LogSettings) -> None:
@@ -31,7 +53,7 @@ def configure_logging(settings: LogSettings) -> None:
     structlog.configure(
         processors=[*shared, *renderer],
         wrapper_class=structlog.make_filtering_bound_logger(level),
-        logger_factory=structlog.WriteLoggerFactory(sys.stderr),
+        logger_factory=structlog.WriteLoggerFactory(cast("TextIO", _Unread(sys.stderr))),
         cache_logger_on_first_use=False,
     )
     logging.basicConfig(level=max(level, logging.WARNING), stream=sys.stderr, force=True)

@@ -284,3 +284,26 @@ async def test_sighup_reads_the_policies_again(engine, tmp_path):
     finally:
         process.terminate()
         await process.wait()
+
+
+@pytest.mark.parametrize("log_format", ["json", "console"])
+async def test_a_log_that_nobody_reads_any_more_is_no_reason_to_stay(log_format):
+    """Whoever collected it died: SIGTERM still ends the proxy, and well."""
+    command = (sys.executable, "-m", "polykv_proxy", "serve", "--listen", "127.0.0.1:0")
+    process = await asyncio.create_subprocess_exec(
+        *(*command, "--engine-url", "http://127.0.0.1:1"),
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, "POLYKV_LOG__FORMAT": log_format},
+    )
+    try:
+        async with asyncio.timeout(60.0):
+            while b"engine_state" not in await process.stderr.readline():
+                assert process.returncode is None
+            process._transport.get_pipe_transport(2).close()
+            process.terminate()
+            assert await process.wait() == 0
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
