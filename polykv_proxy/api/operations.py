@@ -38,7 +38,7 @@ _ASKS: Codes = {
     400: "engine_refused",
     429: "queue_full",
     503: "engine_down engine_unavailable engine_failed engine_refused engine_timeout engine_gone engine_auth "
-    "engine_protocol cells_exhausted",
+    "engine_protocol engine_loading cells_exhausted",
 }
 """Of what has the engine do something."""
 _READS: Codes = {400: "invalid_request"}

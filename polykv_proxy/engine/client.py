@@ -33,6 +33,9 @@ STEP_TIMEOUT_S = 120.0
 NO_CELLS = "not enough free KV cells"
 """How the engine begins when a pool does not fit beside what is there; it gives up nothing by itself."""
 
+LOADING = "Loading model"
+"""All that the engine says until it serves."""
+
 TOKENIZE_TIMEOUT_S = 60.0
 """Rendering and tokenizing a megabyte takes seconds on a small machine."""
 
@@ -356,6 +359,8 @@ class EngineClient:
             )
         if message.startswith(NO_CELLS):
             raise UnavailableError(message, code="cells_exhausted")
+        if status == 503 and message == LOADING:  # another engine than was meant, and no verdict on anything
+            raise UnavailableError(message, code="engine_loading", retry_after_s=2)
         raise UnavailableError(message, code="engine_refused" if status == 503 else "engine_failed")
 
     async def _raw(

@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 _ANSWERED = frozenset(
-    {"cells_exhausted", "engine_refused", "engine_failed", "engine_auth", "not_found", "copy_ineffective"}
+    {
+        *("cells_exhausted", "engine_refused", "engine_failed", "engine_loading", "engine_auth"),
+        *("not_found", "copy_ineffective"),
+    }
 )
 """Codes of the backend's errors after which the engine is known to be done with a call."""
 

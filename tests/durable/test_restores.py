@@ -198,9 +198,9 @@ async def test_who_does_not_go_on_from_what_is_being_saved_does_not_wait_for_it(
     assert len(rig.engine.moved("restore")) == before
 
 
-@pytest.mark.parametrize("why", ["verdict", "part", "cells", "silence"])
+@pytest.mark.parametrize("why", ["verdict", "part", "cells", "silence", "loading"])
 async def test_what_the_engine_will_not_take_is_not_tried_for_ever(proxies, why):
-    """Unless it lacked cells, or did not answer."""
+    """Unless it lacked cells, did not answer, or is another engine that loads."""
     rig = await proxies(slots=2)
     for name in "abc":
         await turn(rig, name, name * 300)
@@ -216,6 +216,8 @@ async def test_what_the_engine_will_not_take_is_not_tried_for_ever(proxies, why)
             rig.engine.cells = rig.engine.used + 200
         if why == "silence":
             raise UnavailableError("the engine did not answer", code="engine_timeout")
+        if why == "loading":  # another engine, which nobody noticed yet
+            client._check(503, b'{"error":{"message":"Loading model","type":"unavailable_error","code":503}}')
         raise BadRequestError("Unable to restore slot", code="engine_refused")
 
     client.restore_slot = refuses
@@ -223,7 +225,7 @@ async def test_what_the_engine_will_not_take_is_not_tried_for_ever(proxies, why)
     assert (await rig.ask(CHAT, chat("a", "a" * 300, "more", session_id="a"))).status == 200
     client.restore_slot = restore
     assert len(tries) == 1
-    assert rig.durable.shelf.catalogue.has(entry) == (why in ("cells", "silence"))
+    assert rig.durable.shelf.catalogue.has(entry) == (why in ("cells", "silence", "loading"))
     assert rig.durable.shelf.metrics.restores["failed"] == 1
     if why in ("verdict", "part"):
         gone = rig.durable.shelf.catalogue.tombstones(None)

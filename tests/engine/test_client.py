@@ -89,6 +89,15 @@ async def test_every_status_has_its_error(engine, client, status, kind, code):
     assert caught.value.code == code
 
 
+async def test_an_engine_that_loads_says_nothing_of_what_it_is_asked(engine, client):
+    """It is another one than was meant, and is to be asked again."""
+    engine.status = 503
+    engine.body = b'{"error":{"message":"Loading model","type":"unavailable_error","code":503}}'
+    with pytest.raises(UnavailableError) as caught:
+        await client.get("/x")
+    assert (caught.value.code, caught.value.retry_after_s) == ("engine_loading", 2)
+
+
 async def test_a_slot_with_media_cannot_be_a_pool(engine, client):
     """That is the caller's mistake, and no failure of the engine."""
     engine.status, engine.body = 501, b'{"error":{"message":"a pool holds text only"}}'
