@@ -289,7 +289,7 @@ _ALL = (
     _Series("queue_wait_seconds", _HISTOGRAM, "Wait for slots.", lambda x: x.counts.queue_wait),
     _Series("kv_cells_used", _GAUGE, "KV cells in use.", lambda x: x.cells_used),
     _Series("kv_cells_total", _GAUGE, "KV cells of the engine.", lambda x: x.cells_total),
-    _Series("ttft_seconds", _HISTOGRAM, "Arrival to first byte of a stream.", lambda x: x.counts.ttft),
+    _Series("ttft_seconds", _HISTOGRAM, "Arrival to first token of a stream.", lambda x: x.counts.ttft),
     _Series("itl_seconds", _HISTOGRAM, "Time between two tokens.", lambda x: x.counts.itl),
     _Series("engine_up", _GAUGE, "Whether the engine serves.", lambda x: x.plane.serving),
     _Series(

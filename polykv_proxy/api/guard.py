@@ -17,7 +17,7 @@ from polykv_proxy.errors import ForbiddenError, PolyKVError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-ADMIN_HEADER = "X-Polykv-Admin-Key"
+ADMIN_HEADER = "X-PolyKV-Admin-Key"
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 
 

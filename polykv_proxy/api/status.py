@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs
 
 import msgspec
+from multidict import CIMultiDict
 
 from polykv_proxy import policy
 from polykv_proxy.api import views
@@ -173,12 +174,11 @@ async def pass_on(upstream: Upstream, exchange: Exchange) -> None:
     await exchange.respond(head.status, head.end_to_end(), body)
 
 
-def guarded(head: RequestHead) -> dict[str, str]:
+def guarded(head: RequestHead) -> CIMultiDict[str]:
     """Fields in the form that ``Guard`` takes."""
-    return {
-        name.decode("latin-1").title(): value.decode("utf-8", "surrogateescape")
-        for name, value in head.headers
-    }
+    return CIMultiDict(
+        (name.decode("latin-1"), value.decode("utf-8", "surrogateescape")) for name, value in head.headers
+    )
 
 
 class _Slot(msgspec.Struct):

@@ -55,7 +55,7 @@ class Session:
     turns: int = 0
     last_seen: float = 0.0
     ttft_s: float | None = None
-    """Of the last streamed answer: arrival at the proxy to first byte relayed."""
+    """Of the last streamed answer: from its arrival at the proxy to its first token."""
     lease: LeaseId | None = None
     """Its last request that the engine did something for."""
     context_tokens: int | None = None

@@ -26,8 +26,12 @@ if TYPE_CHECKING:
 
 
 def command_line(spec: EngineSpec) -> str:
-    """The engine's command as a shell would take it."""
-    return shlex.join([str(spec.binary), *spec.argv])
+    """The engine's command as a shell would take it.
+
+    Without the folder where it saves, which has to be there: an engine that is started by hand saves nothing.
+    """
+    saves = spec.argv.index("--slot-save-path")
+    return shlex.join([str(spec.binary), *spec.argv[:saves], *spec.argv[saves + 2 :]])
 
 
 def become(spec: EngineSpec, shards: Iterable[Path]) -> NoReturn:

@@ -32,8 +32,8 @@ class EngineStatus:
     reason: str | None = None
     pid: int | None = None
     """Process id of an engine of ours."""
-    restarts: int = 0
-    """Starts of this engine after its first."""
+    restarts: int | None = None
+    """Starts of this engine after its first; None: it is another's."""
     retry_in_s: float | None = None
     """Seconds until the next start, while down."""
     hopeless: bool = False

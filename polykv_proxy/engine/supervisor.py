@@ -103,7 +103,7 @@ class Supervisor:
     def __init__(self, spec: EngineSpec, on_state: Callable[[EngineStatus], None]) -> None:
         self.spec = spec
         self.address = EngineAddress.of_socket(spec.socket)
-        self.status = EngineStatus(state=EngineState.STARTING)
+        self.status = EngineStatus(state=EngineState.STARTING, restarts=0)
         self._on_state = on_state
         self._record_file = spec.state_dir / f"engine-{spec.index}.json"
         self._alive_file = spec.state_dir / f"engine-{spec.index}.alive"

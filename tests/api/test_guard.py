@@ -73,7 +73,7 @@ def test_the_admin_key_is_demanded_where_there_is_one():
     """As a bearer token or in our header; wrong and missing ones are refused."""
     guard = Guard("s3cret", [])
     check(guard, "POST", Content_Type="application/json; charset=utf-8", Authorization="Bearer s3cret")
-    check(guard, X_Polykv_Admin_Key="s3cret")
+    check(guard, X_PolyKV_Admin_Key="s3cret")
     for headers in ({}, {"Authorization": "Bearer no"}, {"Authorization": "Basic s3cret"}):
         with pytest.raises(UnauthorizedError):
             check(guard, **headers)
@@ -88,12 +88,12 @@ def test_any_bytes_may_be_a_wrong_key():
 
 def test_an_administrator_is_known_only_by_the_key():
     """Without a configured key nobody is one, and an empty header is not the empty key."""
-    assert not Guard(None, []).is_admin({"X-Polykv-Admin-Key": ""})
+    assert not Guard(None, []).is_admin({"X-PolyKV-Admin-Key": ""})
     assert not Guard(None, []).is_admin_bearer({"Authorization": "Bearer "})
     guard = Guard("k", [])
-    assert guard.is_admin({"X-Polykv-Admin-Key": "k"})
-    assert guard.is_operator({"X-Polykv-Admin-Key": "k"})
+    assert guard.is_admin({"X-PolyKV-Admin-Key": "k"})
+    assert guard.is_operator({"X-PolyKV-Admin-Key": "k"})
     assert not guard.is_operator({})
     assert Guard(None, []).is_operator({}), "nobody is set apart"
-    assert not guard.is_admin_bearer({"X-Polykv-Admin-Key": "k"})
+    assert not guard.is_admin_bearer({"X-PolyKV-Admin-Key": "k"})
     assert guard.is_admin_bearer({"Authorization": "Bearer k"})

@@ -75,7 +75,7 @@ async def test_the_engines_key_is_checked_while_it_is_down(proxies):
         ({"Authorization": "Bearer wrong"}, 401),
         ({"Authorization": "Bearer secret"}, 200),
         ({"X-Api-Key": "secret"}, 200),
-        ({"X-Polykv-Admin-Key": "boss"}, 200),
+        ({"X-PolyKV-Admin-Key": "boss"}, 200),
     ):
         assert (await rig.ask("/metrics", **headers)).status == expected
 

@@ -152,7 +152,6 @@ async def test_attaching_how_to_patched(patched: Path, smollm: Path, tmp_path: P
     done = await asyncio.to_thread(
         subprocess.run, ["bash", "-c", script], cwd=ROOT, env=env, capture_output=True, text=True, check=True
     )
-    (tmp_path / "engine" / "slots-0").mkdir(parents=True)
     with (tmp_path / "engine.log").open("wb") as log:
         engine = await asyncio.create_subprocess_exec(*shlex.split(done.stdout), stdout=log, stderr=log)
     try:
