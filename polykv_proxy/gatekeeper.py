@@ -128,7 +128,7 @@ class Visit:
         """
         now = monotonic()
         if self._entered is not None:
-            self._keeper.gate.on_over(self._session, now, cells)
+            self._keeper.gate.on_over(self._session, now, cells, stays=self._keeper.knows(self._session))
         elif self._waiter is not None:
             self._keeper.waiting.pop(id(self._waiter), None)
             self._keeper.gate.on_gave_up(self._waiter, now)
@@ -235,6 +235,11 @@ class Gatekeeper:
         visit.known = known
         visit.knock(entry, ask.scope)
         return visit
+
+    def knows(self, session: SessionKey) -> bool:
+        """Whether there is such a session: its request had a slot, and the engine did not refuse it."""
+        scope, name = session
+        return self._plane.sessions.get(name, scope) is not None
 
     def on_look(self, progress: Progress, counts: object, now: float) -> None:
         """The sampler looked.

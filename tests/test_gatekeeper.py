@@ -1,7 +1,9 @@
 """The gate of one engine at work."""
 
+import pytest
 import pytest_asyncio
 from api.rig import CHAT, Rig, chat, until
+from fake_engine import Script
 
 from polykv_proxy.core.admission import Refused
 from polykv_proxy.core.gate import Gate
@@ -64,6 +66,22 @@ async def test_sessions_at_the_same_time_are_counted_each(rig):
     rig.engine.gate.set()
     assert [(await task).status for task in tasks] == [200, 200]
     await until(lambda: presence.working == 0)
+
+
+@pytest.mark.parametrize("status", [400, 401, 403])
+async def test_who_is_refused_by_the_engine_leaves_no_session(rig, status):
+    """And no place inside, whoever it says it is; what it took teaches nothing. Others stay as they were."""
+    gate = rig.runtime.gatekeeper.gate
+    assert (await rig.ask(CHAT, chat("mine", session_id="mine"))).status == 200
+    learned = gate.picture(0.0).marginal_tokens
+    rig.engine.script = Script(fault="error", status=status)
+    for name in ("one", "one", "two", "mine"):
+        assert (await rig.ask(CHAT, chat(name, session_id=name))).status == status
+    assert (await rig.ask(CHAT, chat("nameless"))).status == status
+    await rig.quiet()
+    assert [each.session_id for each in rig.runtime.plane.sessions] == ["mine"]
+    assert [each.session for each in gate.presence._inside.values()] == [("", "mine")]
+    assert gate.picture(0.0).marginal_tokens == learned
 
 
 async def test_policies_of_a_file_hold_when_it_changes(tmp_path):

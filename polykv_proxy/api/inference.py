@@ -185,7 +185,8 @@ class Inference:
             pending.give_up()
             if work.lease is not None:
                 runtime.stoppable.pop(work.lease.lease_id, None)
-                work.cells = runtime.plane.cells.took(work.lease) if work.clean else None
+                answered = work.clean and work.content is not Content.OLD
+                work.cells = runtime.plane.cells.took(work.lease) if answered else None
                 resumable = work.exchange.head.get(b"x-conversation-id") is not None
                 self._count_what_it_left(work)
                 runtime.finish(work.lease, clean=work.clean, content=work.content, stop=not resumable)

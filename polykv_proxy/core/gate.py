@@ -180,15 +180,21 @@ class Gate:
         self.counts["expired"] += entry.session not in self._waiters
         return self._refuse(verdict)
 
-    def on_over(self, session: SessionKey, now: float, cells: int | None = None) -> None:
+    def on_over(
+        self, session: SessionKey, now: float, cells: int | None = None, *, stays: bool = True
+    ) -> None:
         """One of a session's requests is over, whatever way.
 
         Args:
             session: one that is not inside does not matter.
             now: monotonic seconds.
             cells: that the request took beyond what it shared, if it came to an end.
+            stays: whether there is such a session; without one that the engine did something for, nobody
+                will be back.
         """
         self.presence.end(session, now)
+        if not stays:
+            self.presence.drop(session)
         if cells is not None:
             self._sight.on_over(cells)
 

@@ -267,6 +267,8 @@ class Leases:
                 lease.session.pool = lease.pool.pool_id  # no answer proves it, but there its slot is
             if content is Content.OLD and lease.session.lease == lease.lease_id:
                 lease.session.lease = lease.before  # the slot holds what that one left
+                if clean and lease.before is None:
+                    self.sessions.drop(lease.session)
         if not clean:
             if stop:
                 self.board.leave(lease.slots[0])

@@ -5,7 +5,7 @@ comes back in the middle of its work and is not asked again. Counting only those
 others in at every pause, until all come back at once.
 
 Rule 1: a session is inside while it has a request, or had one within its policy's ``session_idle_s``.
-``close`` ends that at once.
+``close`` ends that at once. One whose only requests came to nothing is not inside after them.
 Rule 2: a newcomer is settled when it has decoded some tokens or some time has passed.
 Rule 3: whether those who pause come back is learned from those who did, by how long they had paused.
 Rule 4: what a step costs does not depend on how many are inside, and they are bounded: beyond a number,
@@ -238,9 +238,28 @@ class Presence:
 
     def close(self, session: Hashable, now: float) -> bool:
         """It is over; returns whether it was inside. Requests of it that still run do not bring it back."""
-        one = self._inside.pop(session, None)
+        one = self._inside.get(session)
         if one is None:
             return False
+        self._out(one)
+        self._on_left(now)
+        return True
+
+    def _on_left(self, now: float) -> None:
+        self.left += 1
+        if self._left_at is not None:
+            gap_s = now - self._left_at
+            self._gap_s = gap_s if self._gap_s is None else self._gap_s + (gap_s - self._gap_s) / 8
+        self._left_at = now
+
+    def drop(self, session: Hashable) -> None:
+        """It never was inside, as it turned out: no place came free, and nothing is learned of it."""
+        one = self._inside.get(session)
+        if one is not None and not one.requests:
+            self._out(one)
+
+    def _out(self, one: Inside) -> None:
+        del self._inside[one.session]
         if one.requests:
             self.working -= 1
         else:
@@ -251,15 +270,6 @@ class Presence:
             self._floors[floor] -= 1
             if not self._floors[floor]:
                 del self._floors[floor]
-        self._on_left(now)
-        return True
-
-    def _on_left(self, now: float) -> None:
-        self.left += 1
-        if self._left_at is not None:
-            gap_s = now - self._left_at
-            self._gap_s = gap_s if self._gap_s is None else self._gap_s + (gap_s - self._gap_s) / 8
-        self._left_at = now
 
     def decoded(self, session: Hashable, tokens: int) -> None:
         """So many more tokens of a session came."""

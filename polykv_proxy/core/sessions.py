@@ -5,6 +5,8 @@ conversations may run under it; each has an id of its own.
 Rule 2: names and ids live within a scope. Another key's session of the same id is another session, and
 neither key can tell from its own ids whether there is one.
 Rule 3: what is remembered is bounded: sessions out of use are forgotten, and beyond a number the oldest.
+Rule 4: a session begins with a request that the engine did something for. Until then it is one of a request
+that runs.
 """
 
 from __future__ import annotations
@@ -223,6 +225,11 @@ class SessionBook:
     def end(self, session: Session) -> None:
         """Somebody says that it is over, whatever holds it."""
         session.closed = True
+        if self.holds(session):
+            self._forget(session)
+
+    def drop(self, session: Session) -> None:
+        """Its first request came to nothing, as when the engine refuses its key: there is no such session."""
         if self.holds(session):
             self._forget(session)
 

@@ -86,6 +86,17 @@ def test_who_is_inside_is_never_refused():
     assert isinstance(scene.ask("s0"), Refused)
 
 
+def test_who_comes_to_nothing_has_no_place():
+    """Its request is over and there is no such session: the next one is judged as if it had never come."""
+    scene = Scene()
+    scene.fill(2)
+    before = scene.gate.capacity(scene.now, REJECT).projected_mean_tps_if_admitted
+    scene.ask("refused")
+    scene.gate.on_over("refused", scene.now, stays=False)
+    assert "refused" not in scene.gate.presence
+    assert scene.gate.capacity(scene.now, REJECT).projected_mean_tps_if_admitted == before
+
+
 def test_closed_is_outside():
     """Its next turn is a new admission."""
     scene = Scene()

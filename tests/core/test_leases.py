@@ -186,6 +186,16 @@ def test_a_session_that_ends_while_its_request_is_stopped_leaves_nothing(content
     assert session not in (again.lease.session, third.session)
 
 
+def test_a_request_that_came_to_nothing_begins_no_session():
+    """The engine refused it. One that had a turn before goes on, also when its next one is refused."""
+    plane = serving(slots=2)
+    finish(plane, admitted(plane, 7, 8, name="stranger"), content=Content.OLD)
+    assert list(plane.sessions) == []
+    session = turn(plane, 1, 2, name="a")
+    finish(plane, admitted(plane, 1, 2, 3, name="a"), content=Content.OLD)
+    assert list(plane.sessions) == [session]
+
+
 def test_a_session_that_ends_while_another_has_its_slot_does_not_come_back():
     """The other one was never sent: its slot holds what it held, but that belongs to nobody."""
     plane = serving(slots=1)

@@ -58,6 +58,22 @@ def test_close_ends_it_at_once():
     assert "b" in here
 
 
+def test_who_never_was_inside_leaves_nothing():
+    """Unlike one that leaves: no place came free, and its other requests keep it inside."""
+    here = Presence()
+    here.enter("a", Policy(target_tps_per_session=9.0, mode=Mode.ENFORCED), 0.0)
+    here.begin("a")
+    here.end("a", 1.0)
+    here.drop("a")
+    assert (len(here), here.working) == (1, 1)
+    here.end("a", 2.0)
+    here.drop("a")
+    here.drop("a")
+    assert (len(here), here.working, here.settling, here.floor, here.left) == (0, 0, 0, None, 0)
+    here.advance(400.0)
+    assert (here.left, here.live) == (0, 0.0)
+
+
 def test_a_newcomer_settles_with_its_tokens_or_with_time():
     """Or when its request ends."""
     here = Presence()
