@@ -333,8 +333,7 @@ class Inference:
                 on_interim=work.exchange.interim,
             )
 
-        if work.plan is not None and work.plan.tokens:
-            self._runtime.plane.leases.on_dispatch(lease, work.plan)
+        plane.leases.on_dispatch(lease, work.plan)
         response = await backend.dispatch(lease, work.plan, work.tokens, send, pinnable=pin is not None)
         if response.head.status != 200:
             backend.forget(lease.slots)  # nobody knows how far it came

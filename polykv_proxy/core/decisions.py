@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from polykv_proxy.core.residents import Key
     from polykv_proxy.core.sessions import Session
     from polykv_proxy.core.slots import Ask
-    from polykv_proxy.core.types import LeaseId, SlotId
+    from polykv_proxy.core.types import LeaseId, PoolId, SlotId
 
 
 @dataclass(slots=True, eq=False)
@@ -33,6 +33,8 @@ class Lease:
     """Whether its answer comes token by token."""
     before: LeaseId | None = None
     """Its session's request before this one."""
+    pool_before: PoolId | None = None
+    """The pool that its session was on before."""
     context_tokens: int | None = None
     """What its answer said that its slot holds, those shared with a pool included."""
     restored: Entry | None = None

@@ -218,6 +218,7 @@ class Leases:
         self._next_lease += 1
         if session is not None:
             lease.before, session.lease = session.lease, lease.lease_id
+            lease.pool_before = session.pool
         self.board.take(placement, lease.lease_id, session, ask)
         self._running[lease.lease_id] = lease
         self._cells.take(lease, ask)
@@ -225,15 +226,14 @@ class Leases:
 
     # -- a request ----------------------------------------------------------------------------------------
 
-    def on_dispatch(self, lease: Lease, plan: AttachPlan) -> None:
-        """The request goes out attached to a pool."""
-        lease.pool = plan.pool
-        session = lease.session
-        if session is not None:
-            session.moves_to = None
-            if not lease.continues and session.pool not in (None, plan.pool.pool_id):
-                self.sessions.re_root(session)
-        plan.pool.attached += 1
+    def on_dispatch(self, lease: Lease, plan: AttachPlan | None) -> None:
+        """The request goes out, perhaps attached to a pool."""
+        pool = lease.pool = plan.pool if plan is not None and plan.tokens else None
+        if pool is not None:
+            pool.attached += 1
+        if lease.session is not None:
+            goes_to = None if pool is None else pool.pool_id
+            self.sessions.on_sent(lease.session, goes_to, continues=lease.continues)
 
     def on_first_byte(self, lease: Lease, ttft_s: float) -> None:
         """The answer began to reach the client."""
@@ -263,8 +263,8 @@ class Leases:
             lease.session.last_seen = now
             if clean and content is Content.NEW:
                 lease.session.re_rooted = False
-            if not clean and lease.pool is not None:
-                lease.session.pool = lease.pool.pool_id  # no answer proves it, but there its slot is
+            if clean and content is Content.OLD:
+                lease.session.pool = lease.pool_before  # the engine refused it; what its slot shares stays
             if content is Content.OLD and lease.session.lease == lease.lease_id:
                 lease.session.lease = lease.before  # the slot holds what that one left
                 if clean and lease.before is None:

@@ -380,8 +380,8 @@ class PoolPlanner:
             cached_tokens: prompt tokens that the engine says it did not compute; None if it did not say.
         """
         plan.pool.hits += plan.tokens > 0
-        if session is not None:
-            session.pool = plan.pool.pool_id if plan.tokens else None
+        if session is not None and (cached_tokens == 0 or not plan.tokens):
+            session.pool = None  # it was to ride on one, and shares nothing
         # the engine always computes the last prompt token, so a whole match may show one token less
         short = cached_tokens is not None and cached_tokens < plan.tokens - 1
         self.shortfalls += short

@@ -48,7 +48,8 @@ class Session:
     taken: bool = False
     """Where none does: whether another conversation took the slot."""
     pool: PoolId | None = None
-    """The pool that its last request was attached to."""
+    """The pool that its last attached request was attached to, from the moment it was sent, while its turns
+    go on from there."""
     moves_to: PoolId | None = None
     """The pool that its next request attaches to if it names none."""
     running: bool = False
@@ -182,6 +183,26 @@ class SessionBook:
         self.note(session, now)
         session.running = True
         session.turns += 1
+
+    def on_sent(self, session: Session, pool: PoolId | None, *, continues: bool) -> None:
+        """A request of it goes to the engine; whatever the answer proves, it is on this pool from now on.
+
+        1. Attached: on that one, and it goes on from other tokens if it was on another.
+        2. It goes on in its slot: where it was, since the slot goes on sharing what it shared.
+        3. It begins in a slot without a pool: on none.
+
+        Args:
+            session: whose it is.
+            pool: what the request is attached to.
+            continues: whether its slot holds what it goes on with.
+        """
+        if pool is not None:
+            session.moves_to = None
+            if not continues and session.pool not in (None, pool):
+                self.re_root(session)
+            session.pool = pool  # 1
+        elif not continues:
+            session.pool = None  # 3
 
     @staticmethod
     def re_root(session: Session) -> None:

@@ -7,7 +7,7 @@ from time import monotonic
 import pytest
 
 from api.bodies import APIS, LAST, pool_for, spy
-from api.rig import CHAT, chat
+from api.rig import CHAT, chat, until
 
 # -- blocks --------------------------------------------------------------------------------------------------
 
@@ -143,3 +143,20 @@ async def test_an_engines_comments_are_no_first_token(rig):
     rig.engine.script.fault = "die_mid_stream"
     await rig.ask(CHAT, chat("b", stream=True))
     assert sum(rig.runtime.metrics.ttft._counts) == 1
+
+
+async def test_a_session_is_on_its_pool_while_its_first_request_runs(rig):
+    """In every listing, not only once the answer proved it; the next turn goes on there without attaching."""
+    pool_id = await pool_for(rig, CHAT)
+    rig.engine.token_gate.clear()
+    going = rig.start(CHAT, chat("hi", stream=True, pool_id=pool_id, session_id="one"))
+    await until(lambda: rig.engine.running == 1)
+    (session,) = (await rig.ask("/polykv/sessions")).json["sessions"]
+    (rate,) = (await rig.ask("/polykv/tps?once=1")).json["sessions"]
+    assert (session["state"], session["pool_id"], rate["pool_id"]) == ("running", pool_id, pool_id)
+    rig.engine.token_gate.set()
+    await going
+    block = (await rig.ask(CHAT, chat("hi", "go on", session_id="one"))).json["opencoti"]
+    assert block["pool_id"] is None
+    (session,) = (await rig.ask("/polykv/sessions")).json["sessions"]
+    assert (session["turns"], session["pool_id"]) == (2, pool_id)

@@ -254,6 +254,31 @@ def test_a_pool_in_use_is_counted():
     assert made.attached == 0
 
 
+def test_a_session_is_on_the_pool_that_its_request_was_sent_to():
+    """Before any answer proves it; a turn that goes on stays, a refused one was never there."""
+    plane = policed()
+    one, two = pool(plane), pool(plane, as_tokens(range(20)), uid=8)
+
+    def sent(*chain, to=None):
+        lease = admitted(plane, *chain, name="a")
+        plane.leases.on_dispatch(lease, None if to is None else AttachPlan(to, 4, 4))
+        return lease, lease.session.pool
+
+    lease, seen = sent(1, 2, to=one)
+    assert seen == one.pool_id
+    finish(plane, lease)
+    lease, seen = sent(1, 2, 3)
+    assert (lease.continues, seen) == (True, one.pool_id)
+    finish(plane, lease)
+    lease, seen = sent(1, 2, 3, 4, to=two)
+    assert (seen, one.attached, two.attached) == (two.pool_id, 0, 1)
+    finish(plane, lease, content=Content.OLD)
+    assert lease.session.pool == one.pool_id
+    plane.board.forget(lease.session.slot)
+    lease, seen = sent(1, 2, 3)
+    assert (lease.continues, seen) == (False, None)
+
+
 def test_a_lease_says_that_its_session_was_evicted():
     """Once: the session has a slot again from then on."""
     plane = serving(slots=1)

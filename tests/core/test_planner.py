@@ -4,7 +4,19 @@ from dataclasses import replace
 
 import pytest
 
-from core.planes import SCOPE, TOKENS, facts, policed, pool, ready, sample, serving, slot_sample, turn
+from core.planes import (
+    SCOPE,
+    TOKENS,
+    attached_turn,
+    facts,
+    policed,
+    pool,
+    ready,
+    sample,
+    serving,
+    slot_sample,
+    turn,
+)
 from polykv_proxy.core.decisions import AttachPlan
 from polykv_proxy.core.plane import ControlPlane
 from polykv_proxy.core.planner import Taken, Wanted
@@ -141,8 +153,9 @@ def test_an_attached_answer_proves_itself():
     """Less than planned is a shortfall, but for the one token that is always computed; silence is none."""
     plane = serving()
     made = pool(plane)
-    session = turn(plane, 1, 2)
     planned = plan(plane, made, range(10))
+    session = attached_turn(plane, made, 1, 2)
+    made.hits = 0
     assert [plane.pools.on_attached(planned, session, cached) for cached in (10, 9, 8, None)] == [
         False,
         False,
@@ -152,6 +165,8 @@ def test_an_attached_answer_proves_itself():
     assert (plane.pools.shortfalls, made.hits, session.pool) == (1, 4, made.pool_id)
     plane.pools.on_attached(planned, None, 10)
     assert made.hits == 5
+    plane.pools.on_attached(planned, session, 0)
+    assert session.pool is None  # the engine attached it to nothing
 
 
 def test_a_plan_for_no_token_is_no_hit():
