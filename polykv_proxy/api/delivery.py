@@ -9,6 +9,7 @@ Rule 5: a defect in what we add to an answer is logged, and costs nobody the ans
 
 from __future__ import annotations
 
+from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -73,7 +74,9 @@ class Delivery:
         assert work.lease is not None
         stream = response.head.event_stream
         reader = self._reader(work, response, stream=stream)
-        tail = Tail() if response.head.status == 200 else None
+        tail = None
+        if response.head.status == 200:
+            tail = Tail(partial(self._reporting.begun, work) if work.asked.stream else None)
         observer = None if tail is None else tail.observe
 
         def truncated(error: EngineGoneError) -> bytes | None:
@@ -84,34 +87,30 @@ class Delivery:
                 told = StoppingError()
             return work.family.error_event(told.members) if work.family.pooled else None
 
-        try:
-            if work.hold.opened:
-                result = await relay_into_open_stream(
-                    work.exchange,
-                    response,
-                    transform=reader,
-                    observer=observer,
-                    on_truncated=truncated,
-                    mend=overflows.in_events,
-                )
-            else:
-                result = await relay(
-                    work.exchange,
-                    response,
-                    add_headers=self._reporting.headers(work),
-                    transform=reader,
-                    observer=observer,
-                    on_truncated=truncated,
-                    mend=overflows.in_events,
-                )
-        except BaseException:
-            self._reporting.broke_off(work, tail)
-            raise
+        if work.hold.opened:
+            result = await relay_into_open_stream(
+                work.exchange,
+                response,
+                transform=reader,
+                observer=observer,
+                on_truncated=truncated,
+                mend=overflows.in_events,
+            )
+        else:
+            result = await relay(
+                work.exchange,
+                response,
+                add_headers=self._reporting.headers(work),
+                transform=reader,
+                observer=observer,
+                on_truncated=truncated,
+                mend=overflows.in_events,
+            )
         usage = Usage()
         if tail is not None and result.completed:
             usage = tail.usage(stream=stream)
             work.entry.began(tail.beginning())
-        self._reporting.account(work, usage, result, stream=tail if work.asked.stream else None)
+        self._reporting.account(work, usage, result)
         if overflows.seen is not None:
             work.entry.refused(response.head.status, overflows)
         self._reporting.count(work, overflows)

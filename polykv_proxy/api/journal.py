@@ -175,7 +175,7 @@ class Entry:
         self._answer = data
 
     def first_token(self, ttft_s: float) -> None:
-        """A stream's answer began to reach the client."""
+        """A stream's answer begins to reach the client."""
         self.record.ttft_s = ttft_s
 
     def answered(self, usage: Usage, error: PolyKVError | None) -> None:

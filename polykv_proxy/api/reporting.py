@@ -16,7 +16,6 @@ from polykv_proxy.core.experience import headroom
 if TYPE_CHECKING:
     from polykv_proxy.api.answer import Usage
     from polykv_proxy.api.overflow import Overflows
-    from polykv_proxy.api.tail import Tail
     from polykv_proxy.api.work import Work
     from polykv_proxy.edge.head import Headers
     from polykv_proxy.edge.splice import RelayResult
@@ -35,24 +34,24 @@ class Reporting:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
 
-    def account(self, work: Work, usage: Usage, result: RelayResult, *, stream: Tail | None = None) -> None:
-        """What the answer proves: how long the client waited, and whether the pool was really used.
+    def begun(self, work: Work) -> None:
+        """The first token of a stream passes, on its way to the client: how long that waited shows now."""
+        assert work.lease is not None
+        waited = monotonic() - work.exchange.arrived_at
+        work.entry.first_token(waited)
+        self._runtime.plane.leases.on_first_byte(work.lease, waited)
+        self._runtime.metrics.on_first_byte(waited)
+
+    def account(self, work: Work, usage: Usage, result: RelayResult) -> None:
+        """What the answer proves: whether the pool was really used.
 
         Args:
             work: the request.
             usage: what the engine says that it took.
             result: how it went.
-            stream: where it came token by token, so that its first byte came with the first of them.
         """
         assert work.lease is not None
         runtime, plan = self._runtime, work.plan
-        began_at = None if stream is None else stream.first_at
-        first = began_at or result.first_byte_at or monotonic()
-        waited = first - work.exchange.arrived_at
-        if stream is not None and stream.begun:
-            work.entry.first_token(waited)
-            runtime.plane.leases.on_first_byte(work.lease, waited)
-            runtime.metrics.on_first_byte(waited)
         work.entry.answered(usage, result.error)
         if result.completed and usage.generated_tokens is not None and work.asked.completions == 1:
             runtime.plane.cells.on_answer(work.lease, usage.generated_tokens)
@@ -68,12 +67,6 @@ class Reporting:
                 planned_tokens=plan.tokens,
                 cached_tokens=cached,
             )
-
-    @staticmethod
-    def broke_off(work: Work, tail: Tail | None) -> None:
-        """Nobody takes the rest of an answer; how long its client waited for its beginning is known."""
-        if work.asked.stream and tail is not None and tail.began_at is not None:
-            work.entry.first_token(tail.began_at - work.exchange.arrived_at)
 
     def tell(self, work: Work, usage: Usage, *, whole: bool = False) -> None:
         """The answer's own account of itself goes to its session; telling it again changes nothing.

@@ -14,12 +14,14 @@ import json
 import re
 from collections import deque
 from contextlib import suppress
-from time import monotonic
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from polykv_proxy.api.answer import Usage, decoded, read_usage
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 FIRST_PIECES = 6
 """Pieces kept from the beginning: the first token's event is one of them."""
@@ -43,20 +45,20 @@ _PARSER = json.JSONDecoder()
 
 
 class Tail:
-    """The ends of one answer: ``observe`` each piece, read the rest when it is complete."""
+    """The ends of one answer: ``observe`` each piece, read the rest when it is complete.
 
-    __slots__ = ("_first", "_last", "_waited", "began_at", "begun", "first_at")
+    Args:
+        on_begun: called once, when anything came but signs that the engine is at the prompt.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("_first", "_last", "_on_begun", "begun")
+
+    def __init__(self, on_begun: Callable[[], object] | None = None) -> None:
+        self._on_begun = on_begun
         self._first: list[bytes] = []
         self._last: deque[bytes] = deque(maxlen=LAST_PIECES)
-        self._waited = False
         self.begun = False
-        """Whether anything came but signs that the engine is at the prompt."""
-        self.began_at: float | None = None
-        """Monotonic seconds at which that was seen."""
-        self.first_at: float | None = None
-        """Monotonic seconds at which it began; None where its first byte tells: nothing came before."""
+        """Whether that was seen."""
 
     def observe(self, data: bytes) -> None:
         """A piece of the answer."""
@@ -70,11 +72,10 @@ class Tail:
         """Whether the engine was still at the prompt; what tells its progress may tell more, and is kept."""
         event = data.rstrip().rpartition(b"\n\n")[2]
         if event.strip(b":") and _PROGRESS not in event:
-            self.began_at = monotonic()
-            self.first_at = self.began_at if self._waited else None
             self.begun = True
+            if self._on_begun is not None:
+                self._on_begun()
             return False
-        self._waited = self._waited or bool(data)
         if _PROGRESS in data:
             self._last.append(data)
             self._first = self._first or [data]

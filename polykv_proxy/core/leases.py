@@ -236,7 +236,7 @@ class Leases:
             self.sessions.on_sent(lease.session, goes_to, continues=lease.continues)
 
     def on_first_byte(self, lease: Lease, ttft_s: float) -> None:
-        """The answer began to reach the client."""
+        """The answer begins to reach the client."""
         if lease.session is not None:
             lease.session.ttft_s = ttft_s
 

@@ -5,6 +5,7 @@ import json
 from time import monotonic
 
 import pytest
+from fake_engine import Script
 
 from api.bodies import APIS, LAST, pool_for, spy
 from api.rig import CHAT, chat, until
@@ -160,3 +161,21 @@ async def test_a_session_is_on_its_pool_while_its_first_request_runs(rig):
     assert block["pool_id"] is None
     (session,) = (await rig.ask("/polykv/sessions")).json["sessions"]
     assert (session["turns"], session["pool_id"]) == (2, pool_id)
+
+
+async def test_a_stream_that_runs_has_its_first_token(rig):
+    """In its record, its session and the histogram, before it is over or its client leaves; once."""
+    rig.engine.script = Script(tokens=100, token_delay_s=0.05)
+    async with rig.open(CHAT, chat("a", stream=True, session_id="one")) as answer:
+        while b"token" not in await answer.content.readany():
+            pass
+        (record,) = (await rig.ask("/polykv/requests")).json["requests"]
+        (session,) = (await rig.ask("/polykv/sessions")).json["sessions"]
+        assert (record["state"], session["state"]) == ("running", "running")
+        assert 0 < record["ttft_ms"] == session["ttft_ms"]
+        assert sum(rig.runtime.metrics.ttft._counts) == 1
+    await until(lambda: rig.engine.running == 0)
+    (session,) = (await rig.ask("/polykv/sessions")).json["sessions"]
+    (left,) = (await rig.ask("/polykv/requests")).json["requests"]
+    assert left["ttft_ms"] == session["ttft_ms"] == record["ttft_ms"]
+    assert sum(rig.runtime.metrics.ttft._counts) == 1

@@ -23,9 +23,9 @@ def took(path):
     return Usage(17, 5, 30, None if path in ("/v1/messages", "/v1/responses") else TIMED)
 
 
-def watching(pieces):
-    """A tail that saw these pieces."""
-    tail = Tail()
+def watching(pieces, told=None):
+    """A tail that saw these pieces; it is put into ``told`` when it begins."""
+    tail = Tail(None if told is None else lambda: told.append(tail))
     for piece in pieces:
         tail.observe(piece)
     return tail
@@ -120,18 +120,19 @@ PING = b":\n\n"
 
 @pytest.mark.parametrize("path", PATHS)
 def test_comments_before_an_answer_are_none_of_it(path):
-    """However many an engine sends while it computes the prompt; when the answer began is known."""
+    """However many an engine sends while it computes the prompt; that the answer begins is told once."""
     events = token_events(path, SCRIPT) if path == "/infill" else _events(path, SCRIPT)
-    tail = watching([PING] * 20 + [PING * 2])
-    assert (tail.begun, tail.first_at, tail.beginning()) == (False, None, b"")
-    for piece in (PING + events[0], *events[1:]):  # the first event may come with a comment
+    told = []
+    tail = watching([PING] * 20 + [PING * 2], told=told)
+    assert (tail.begun, told, tail.beginning()) == (False, [], b"")
+    tail.observe(PING + events[0])  # the first event may come with a comment
+    assert (tail.begun, told) == (True, [tail])
+    for piece in events[1:]:
         tail.observe(piece)
-    assert tail.begun
-    assert tail.first_at is not None
+    assert told == [tail]
     assert tail.usage(stream=True) == took(path)
     assert tail.beginning().startswith(PING + events[0])
-    plain = watching(events)
-    assert (plain.begun, plain.first_at) == (True, None), "its first byte tells"
+    assert watching(events).begun
 
 
 def test_progress_before_an_answer_is_none_of_it():
@@ -139,13 +140,13 @@ def test_progress_before_an_answer_is_none_of_it():
     events = _events("/v1/messages", SCRIPT)
     progress = b'event: message_delta\ndata: {"prompt_progress":{"total":9,"processed":3}}\n\n'
     tail = watching([events[0] + progress, PING, *[progress] * 9])
-    assert (tail.begun, tail.first_at) == (False, None)
+    assert not tail.begun
     for event in events[1:]:
         tail.observe(event)
-    assert tail.first_at is not None
+    assert tail.begun
     assert tail.usage(stream=True) == took("/v1/messages")
     assert watching([progress, progress + b"".join(events)]).usage(stream=True) == took("/v1/messages")
-    assert watching([b"", *events]).first_at is None
+    assert not watching([b""]).begun
 
 
 def test_the_beginning_is_bounded():
