@@ -12,7 +12,7 @@ Rule 4: without a policy that says anything, a request costs a few look-ups.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
 
 from polykv_proxy.core.admission import Entered, Held, Newcomer, Refused, decide
@@ -334,7 +334,15 @@ class Gate:
         self, now: float, policy: Policy, pool: PoolId | None = None, expected_tokens: int | None = None
     ) -> Capacity:
         """The capacity document of a pool; asking changes nothing."""
-        return capacity(self.picture(now, pool), policy, expected_tokens)
+        return capacity(self._ahead(now, pool), policy, expected_tokens)
+
+    def _ahead(self, now: float, pool: PoolId | None) -> Picture:
+        """For who asks before it sends anything: of an engine that does not serve nobody can tell.
+
+        A request that is here may wait for the engine instead, see ``on_request``.
+        """
+        picture = self.picture(now, pool)
+        return picture if self._leases is None or self._leases.serving else replace(picture, stale=True)
 
     def backpressure(self, now: float, policy: Policy, pool: PoolId | None = None) -> Arm | None:
         """The arm that would refuse a newcomer now; for those who are inside to know."""
@@ -365,7 +373,7 @@ class Gate:
         known = self._promises.find(wish)
         if known is not None:
             return known  # 1
-        picture = self.picture(now, wish.pool)
+        picture = self._ahead(now, wish.pool)
         fails = self._promises.why_not(wish, picture, policy)
         if fails is not None:  # 2
             return self._refuse(Refused(fails, retry_after_s(picture, jitter), capacity(picture, policy)))

@@ -3,7 +3,8 @@
 Rule 1: a look says how the engine is until it is older than may be: then nobody can tell. Where nobody
 looks, nothing is stale.
 Rule 2: what was learned of a model outlives its engine; the last look does not.
-Rule 3: what a session takes is the mean of those whose requests came to an end, recent ones counting more.
+Rule 3: what a session takes is the mean of those whose requests came to an end: of all while they are few, of
+the recent ones from then on.
 """
 
 from __future__ import annotations
@@ -57,6 +58,8 @@ class Sight:
         self._windows = Windows(self.curve, self.bias)
         self._look: Look | None = None
         self._marginal: float | None = None
+        self._answers = 0
+        """That the mean is of, as long as there are few."""
 
     def on_look(self, look: Look) -> None:
         """A sample came."""
@@ -67,8 +70,9 @@ class Sight:
 
     def on_over(self, cells: int) -> None:
         """A request came to its end, and took so many cells beyond what it shared."""
-        mean = self._marginal
-        self._marginal = float(cells) if mean is None else mean + (cells - mean) / MARGINAL_ANSWERS
+        self._answers = min(self._answers + 1, MARGINAL_ANSWERS)
+        mean = self._marginal or 0.0
+        self._marginal = mean + (cells - mean) / self._answers
 
     def on_engine_ready(self, *, same_model: bool, stale_after_s: float | None) -> None:
         """Another engine is there; another model has another curve."""

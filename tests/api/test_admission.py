@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 from fake_engine import Script
+from fake_polykv import FakePolykv
 
 from api.rig import CHAT, Rig, chat, until
 from polykv_proxy.api import shapes
@@ -208,6 +209,18 @@ async def test_capacity_tells_and_changes_nothing(full):
     too_long = (await rig.ask(f"{path}?expected_tokens=999999")).json
     assert too_long["reason"] == "context headroom exhausted"
     assert (await rig.ask(f"{path}?expected_tokens=x")).error["param"] == "expected_tokens"
+
+
+@pytest.mark.parametrize("patched", [True, False])
+async def test_nobody_can_tell_of_an_engine_that_does_not_serve(patched):
+    """Not that there is room: neither before it was ready nor after it went away."""
+    async with Rig(stock=None if patched else FakePolykv(max_pools=0)) as rig:
+        assert (await rig.ask("/polykv/capacity")).json["can_admit"] is True
+        for gone in (rig.down, rig.loading):
+            gone()
+            found = (await rig.ask("/polykv/capacity")).json
+            assert (found["can_admit"], found["reason"]) == (False, "samples stale")
+            assert (found["headroom_sessions"], found["retry_after_s"]) == (0, 2)
 
 
 async def test_a_full_engine_does_not_look_empty():

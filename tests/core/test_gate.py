@@ -303,7 +303,15 @@ def test_slots_and_who_waits_for_them_are_those_of_now():
     told = scene.gate.capacity(scene.now, QUEUE)
     assert (told.slots_free, told.queue_depth) == (4, 1)
     leases.serving = False
-    assert scene.gate.capacity(scene.now, QUEUE).slots_free is None
+    told = scene.gate.capacity(scene.now, QUEUE)
+    assert (told.slots_free, told.can_admit, told.reason, told.headroom_sessions) == (
+        None,
+        False,
+        Reason.STALE,
+        0,
+    )
+    assert told.retry_after_s >= 1
+    assert scene.gate.reserve(wish("l"), QUEUE, scene.now, jitter=0.5).failing.reason is Reason.STALE
 
 
 def wish(*leases, key="k", cells_each=0):
