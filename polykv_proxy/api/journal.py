@@ -58,7 +58,7 @@ def _known(record: RequestRecord, names: Iterable[str]) -> dict[str, Any]:
 
 def _logged(record: RequestRecord) -> dict[str, Any]:
     """What became of a request, for the log."""
-    times = {"ttft_ms": record.ttft_s, "duration_ms": record.duration_s}
+    times = {"waited_ms": record.waited_s, "ttft_ms": record.ttft_s, "duration_ms": record.duration_s}
     told = {name: round(1000.0 * seconds, 3) for name, seconds in times.items() if seconds is not None}
     cause = None if record.divergence is None else record.divergence.cause.value
     seen = {"state": record.state.value} | _known(record, (*_WHERE, *_TOKENS)) | told
@@ -148,6 +148,7 @@ class Entry:
     ) -> None:
         """The request goes to the engine now; what its conversation holds is looked at before it changes."""
         record = self.record
+        record.waited_s = monotonic() - self._arrived_at
         record.engine, record.slot = recall.engine, lease.slots[0]
         record.continued, record.pool_unknown = lease.continues, pool_unknown
         if plan is not None:

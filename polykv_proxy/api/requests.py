@@ -85,6 +85,7 @@ def request_view(record: RequestRecord) -> shapes_kept.Request:
         "state": record.state.value,
         "error_code": record.error_code,
         "started_ts": record.started_ts,
+        "waited_ms": _ms(record.waited_s),
         "ttft_ms": _ms(record.ttft_s),
         "duration_ms": _ms(record.duration_s),
         "pool_id": record.pool_id,

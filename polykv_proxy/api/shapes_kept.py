@@ -111,6 +111,9 @@ class Request(TypedDict):
     state: Annotated[str, one_of(RequestState)]
     error_code: str | None
     started_ts: float
+    waited_ms: Annotated[
+        float | None, says("From its arrival to its sending to the engine; null of one that was not sent.")
+    ]
     ttft_ms: Annotated[float | None, says("Of a stream: to its first token.")]
     duration_ms: Annotated[float | None, says("From its arrival to its end.")]
     pool_id: str | None

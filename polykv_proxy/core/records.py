@@ -80,6 +80,8 @@ class RequestRecord:
     cached_tokens: int | None = None
     """Prompt tokens that the engine did not compute."""
     generated_tokens: int | None = None
+    waited_s: float | None = None
+    """From its arrival to the moment it was sent to the engine, the last time; None: it was not."""
     ttft_s: float | None = None
     """Of a stream: an answer in one piece has no first token."""
     duration_s: float | None = None

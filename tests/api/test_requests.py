@@ -1,10 +1,13 @@
 """Claims about ``api.requests``: the routes, and what whose key may see."""
 
+import asyncio
+from time import monotonic
+
 import pytest
 from structlog.contextvars import merge_contextvars
 from structlog.testing import capture_logs
 
-from api.rig import CHAT, chat, until
+from api.rig import CHAT, chat, occupied, until
 
 KEYS = {"Authorization": "Bearer mine"}
 MEMBERS = {
@@ -19,6 +22,7 @@ MEMBERS = {
     "state",
     "error_code",
     "started_ts",
+    "waited_ms",
     "ttft_ms",
     "duration_ms",
     "pool_id",
@@ -53,7 +57,27 @@ async def test_the_last_requests(rig):
         assert (await rig.ask(f"/polykv/requests/{record['request_id']}")).json == record
     assert found[-1]["divergence"]["cause"] == "new_session"
     assert found[0]["divergence"]["section"] is None
-    assert (found[0]["ttft_ms"], found[0]["duration_ms"] > 0) == (None, True)
+    assert (found[0]["ttft_ms"], 0 < found[0]["waited_ms"] <= found[0]["duration_ms"]) == (None, True)
+
+
+async def test_how_long_a_request_waited(proxies):
+    """Until it was sent: not known before, and no more of its time is in it than that; so in the log."""
+    rig, running = await occupied(proxies)
+    since = monotonic()
+    with capture_logs() as logged:
+        waiting = rig.start(CHAT, chat("next", stream=True))
+        await until(lambda: rig.waiting == 1)
+        assert (await listed(rig))[0]["waited_ms"] is None
+        arrived = monotonic()
+        await asyncio.sleep(0.1)
+        ended = monotonic()
+        rig.engine.gate.set()
+        await asyncio.gather(running, waiting)
+    record = (await listed(rig))[0]
+    assert (
+        1000 * (ended - arrived) <= record["waited_ms"] <= record["ttft_ms"] <= 1000 * (monotonic() - since)
+    )
+    assert record["waited_ms"] in [line.get("waited_ms") for line in logged if line["event"] == "request"]
 
 
 async def test_who_has_another_key_is_told_that_there_are_requests(rig):
