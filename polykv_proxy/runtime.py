@@ -241,7 +241,7 @@ class Runtime:
             capability=capability.value,
             reason=reason,
             slots=facts.slots,
-            cells=facts.cells,
+            cells=facts.cells if facts.epoch else None,  # else only a bound is known
         )
 
     def _new_copies(self, limits: CopyLimits) -> Copies:
