@@ -261,7 +261,7 @@ class Gatekeeper:
             tokens=sum(tokens for tokens, _ in progress.gaps),
             seconds=sum(tokens * gap_s for tokens, gap_s in progress.gaps),
             window=None if facts is None else facts.ctx_tokens or None,
-            largest_ratio=pressure(sample),
+            pressure=pressure(sample),
             seq_ids_used=None if facts is None else facts.slots + plane.tree.sequences_used,
             seq_ids_max=None if facts is None else facts.slots + plane.tree.max_pools,
         )

@@ -233,7 +233,9 @@ class Capacity(TypedDict):
         ),
     ]
     kv_headroom_pct: Annotated[float | None, says("`kv_cells_free` in percent.")]
-    kv_cells_free: Annotated[int | None, says("Once what can be taken back is.")]
+    kv_cells_free: Annotated[
+        int | None, says("What newcomers can have: less what running answers are expected to take.")
+    ]
     kv_cells_total: int | None
     marginal_tokens_mean: Annotated[float | None, says("Cells that a session takes, on average.")]
     seq_ids_used: int | None

@@ -89,8 +89,8 @@ class Picture:
     """None: the engine's cells are not known."""
     marginal_tokens: float | None = None
     """Cells that a session takes, on average."""
-    largest_ratio: float | None = None
-    """The fullest session's share of its window."""
+    pressure: float | None = None
+    """The engine's own, of its cells in use and of the fullest window, see ``experience.pressure``."""
     window: int | None = None
     """Tokens of one session's context."""
     slots_free: int | None = None
@@ -250,14 +250,6 @@ def headroom_sessions(picture: Picture, policy: Policy, expected_tokens: int | N
     return min(limits) if limits else None
 
 
-def pressure(picture: Picture) -> float | None:
-    """How close the engine is to a wall: its cells' or a session's window, 0 to 1."""
-    cells = picture.cells
-    shares = [] if cells is None or not cells.total else [cells.used / cells.total]
-    shares += [] if picture.largest_ratio is None else [picture.largest_ratio]
-    return max(shares) if shares else None
-
-
 def retry_after_s(picture: Picture, jitter: float) -> int:
     """Whole seconds after which a place may be free, 1 at least.
 
@@ -320,7 +312,7 @@ def capacity(picture: Picture, policy: Policy, expected_tokens: int | None = Non
     cells = picture.cells
     foreseen = foresee(picture, policy.projection)
     stands = _stands_in_its_way(picture, policy, expected_tokens)
-    raw = pressure(picture)
+    raw = None if picture.stale else picture.pressure
     spaces = [
         space for space in (picture.window, None if cells is None else cells.admissible) if space is not None
     ]

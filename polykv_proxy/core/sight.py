@@ -36,7 +36,7 @@ class Look:
     seconds: float = 0.0
     """That they took, summed over sessions."""
     window: int | None = None
-    largest_ratio: float | None = None
+    pressure: float | None = None
     seq_ids_used: int | None = None
     seq_ids_max: int | None = None
 
@@ -100,7 +100,7 @@ class Sight:
             bias=self.bias.ratio,
             margin_ratio=self.bias.margin_ratio,
             marginal_tokens=self._marginal,
-            largest_ratio=look.largest_ratio,
+            pressure=look.pressure,
             window=look.window,
             seq_ids_used=look.seq_ids_used,
             seq_ids_max=look.seq_ids_max,

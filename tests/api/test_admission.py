@@ -223,6 +223,16 @@ async def test_nobody_can_tell_of_an_engine_that_does_not_serve(patched):
             assert (found["headroom_sessions"], found["retry_after_s"]) == (0, 2)
 
 
+async def test_pressure_is_one_figure(full):
+    """In the rates and in the capacity: cells in use, however many a running answer is expected to take."""
+    rig, _ = full
+    await until(lambda: rig.runtime.plane.sample.cells_used)
+    figures = rig.runtime.plane.cells.ledger.figures()
+    rates, room = [(await rig.ask(f"/polykv/{name}")).json["pressure"] for name in ("tps", "capacity")]
+    assert rates == pytest.approx(room, abs=0.001)
+    assert 0.0 < rates < figures.used / figures.total
+
+
 async def test_a_full_engine_does_not_look_empty():
     """Who asks for room is told that no slot is free and who waits, in the words of the metrics."""
     async with Rig(slots=2, cells=16384) as rig:

@@ -18,7 +18,6 @@ from polykv_proxy.core.headroom import (
     foresee,
     headroom_sessions,
     keeps_floor,
-    pressure,
     retry_after_s,
     settles,
 )
@@ -237,11 +236,16 @@ def test_who_waits_at_the_gate_is_in_the_way_where_the_policy_holds():
     assert capacity(picture, Policy()).can_admit
 
 
-def test_pressure_is_the_nearest_wall():
-    """Cells or the fullest window; nothing known is not zero."""
-    assert pressure(IDLE) is None
-    assert pressure(at(1, cells=cells(free=250))) == 0.75
-    assert pressure(at(1, cells=cells(free=250), largest_ratio=0.85)) == 0.85
+def test_pressure_is_what_the_engine_uses():
+    """Not what newcomers cannot have; nothing known is not zero, and a stale look says nothing."""
+    assert capacity(IDLE, FLOOR).pressure is None
+    seen = at(1, cells=cells(free=0), pressure=0.85)
+    assert (capacity(seen, FLOOR).pressure, capacity(seen, FLOOR).compaction_pressure) == (
+        0.85,
+        pytest.approx(0.5),
+    )
+    told = capacity(replace(seen, stale=True), FLOOR)
+    assert (told.pressure, told.compaction_pressure) == (None, None)
 
 
 def test_who_is_refused_is_told_when_a_place_may_be_free():
@@ -287,7 +291,7 @@ def test_the_document_of_a_busy_engine():
         waiting=2,
         at_gate=3,
         in_line=4,
-        largest_ratio=0.5,
+        pressure=0.6,
     )
     told = capacity(picture, FLOOR)
     assert not told.can_admit

@@ -33,13 +33,13 @@ def test_the_last_look_is_what_is_seen():
         decoding=2,
         mean_tps=20.0,
         window=4096,
-        largest_ratio=0.5,
+        pressure=0.5,
         seq_ids_used=6,
         seq_ids_max=8,
     )
     sight.on_look(last)
     picture = seen(sight)
-    told = ("decoding", "mean_tps", "window", "largest_ratio", "seq_ids_used", "seq_ids_max")
+    told = ("decoding", "mean_tps", "window", "pressure", "seq_ids_used", "seq_ids_max")
     assert [getattr(picture, name) for name in told] == [getattr(last, name) for name in told]
     known = ("working", "live", "promised", "waiting", "refused")
     assert [getattr(picture, name) for name in known] == [getattr(INSIDE, name) for name in known]
