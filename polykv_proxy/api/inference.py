@@ -125,7 +125,8 @@ class Inference:
         pools = self._runtime.plane.pools
         pool = None if asked.pool_id is None else pools.find(PoolId(asked.pool_id), work.scope)
         visit = work.visit = keeper.visit(ask, pool, lease=asked.lease_id)
-        room, work.waits = self._runtime.plane.waiting, Waiting(ask, visit.known, self._runtime.now_ts())
+        room, request_id = self._runtime.plane.waiting, work.entry.record.request_id
+        work.waits = Waiting(ask, visit.known, self._runtime.now_ts(), request_id)
         room.come(work.waits)
         try:
             if visit.waits:

@@ -267,6 +267,7 @@ class SessionRate(TypedDict):
     engine: str
     session_id: SessionOrNew
     name: Annotated[str | None, says("What its client called it.")]
+    request_id: Annotated[str | None, says("Of the request that waits; null of one that does not wait.")]
     scope: WhoseScope
     pool_id: str | None
     state: Presence

@@ -174,6 +174,8 @@ class Session(_Result):
     """None while its first request waits."""
     name: str | None = None
     """What its client called it."""
+    request_id: str | None = None
+    """Of the request that waits; None of one that does not wait."""
     scope: str | None = None
     """Digest of the API key that it belongs to; empty: of none."""
     engine: str | None = None
@@ -283,6 +285,8 @@ class SessionRate(_Result):
     """None while its first request waits."""
     name: str | None = None
     """What its client called it."""
+    request_id: str | None = None
+    """Of the request that waits; None of one that does not wait."""
     scope: str | None = None
     """Digest of the API key that it belongs to; empty: of none."""
     engine: str | None = None

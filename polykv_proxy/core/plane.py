@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from polykv_proxy.core.accounting import Ownership
     from polykv_proxy.core.pools import PrefixPool
+    from polykv_proxy.core.records import RequestId
     from polykv_proxy.core.residents import Key
     from polykv_proxy.core.sessions import Session, SessionBook
     from polykv_proxy.core.slots import Slot, SlotBoard
@@ -261,7 +262,7 @@ class ControlPlane:
         ridden, rested_on = riding(self.sample), resting(self.sessions, self.ownership)
         return [pool for pool in pinned if is_orphan(pool, ridden, rested_on)]
 
-    def who_waits(self) -> tuple[set[Session], list[Waiting]]:
+    def who_waits(self) -> tuple[dict[Session, RequestId], list[Waiting]]:
         """Sessions whose next turn waits, and requests that begin one; see ``WaitingRoom.told``."""
         return self.waiting.told(self.sessions.holds)
 

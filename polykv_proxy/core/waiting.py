@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from polykv_proxy.core.decisions import Ticket
+    from polykv_proxy.core.records import RequestId
     from polykv_proxy.core.sessions import Session
     from polykv_proxy.core.slots import Ask
 
@@ -29,6 +30,8 @@ class Waiting:
     """Whose next turn it is, as far as that is known."""
     since_ts: float
     """When it arrived, in epoch seconds."""
+    request_id: RequestId
+    """Tells it from others that nobody named."""
     ticket: Ticket | None = None
     """Its place in the line for slots, once it asked for them."""
 
@@ -52,18 +55,18 @@ class WaitingRoom:
         """It has its slots, or left; no effect the second time."""
         self._here.pop(id(waiting), None)
 
-    def told(self, holds: Callable[[Session], bool]) -> tuple[set[Session], list[Waiting]]:
-        """Sessions whose next turn waits, and requests that begin one, the first to arrive first.
+    def told(self, holds: Callable[[Session], bool]) -> tuple[dict[Session, RequestId], list[Waiting]]:
+        """Sessions whose next turn waits, with that, and requests that begin one, the first to arrive first.
 
         Args:
             holds: whether a session is still remembered.
         """
-        turns: set[Session] = set()
+        turns: dict[Session, RequestId] = {}
         new = []
         for each in self:
             session = each.session
             if session is None or session in turns or session.running or not holds(session):
                 new.append(each)
             else:
-                turns.add(session)
+                turns[session] = each.request_id
         return turns, new

@@ -60,10 +60,14 @@ async def test_who_waits_is_listed(proxies):
         tasks.append(rig.start(CHAT, body, X_Api_Key=key))
         await until(lambda: rig.waiting == len(tasks) - 1)
     expected = [(None, None, "waiting"), (None, "me", "waiting"), ("busy", "busy", "running")]
+    records = (await rig.ask("/polykv/requests")).json["requests"]
+    sent = [record["request_id"] for record in reversed(records)][1:]
     for path in ("/polykv/sessions", "/polykv/tps"):
         found = (await rig.ask(path)).json
         rows = [(each["session_id"], each["name"], each["state"]) for each in found["sessions"]]
         assert rows == [*expected, ("me", "me", "waiting")]
+        ids = [each["request_id"] for each in found["sessions"]]
+        assert ids == [sent[3], sent[2], None, sent[1]]
         assert found["other_keys_sessions"] == 1
     (theirs,) = (await rig.ask("/polykv/sessions", X_Api_Key="other")).json["sessions"]
     assert (theirs["name"], theirs["slot"], theirs["turns"], theirs["tps_ewma"]) == ("me", None, 0, None)

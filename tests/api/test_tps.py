@@ -46,6 +46,7 @@ async def test_one_document_for_those_who_want_one(rig, query, headers):
         "engine",
         "session_id",
         "name",
+        "request_id",
         "scope",
         "pool_id",
         "state",

@@ -264,6 +264,7 @@ def test_rates_are_those_of_whom_one_may_see():
             "engine": "e",
             "session_id": "one",
             "name": "one",
+            "request_id": None,
             "scope": SCOPE,
             "pool_id": None,
             "state": "idle",

@@ -12,7 +12,7 @@ SCOPE = Scope("s")
 
 def waits(room, name=None, session=None):
     """One that came."""
-    one = Waiting(Ask(scope=SCOPE, name=name), session, since_ts=1.0)
+    one = Waiting(Ask(scope=SCOPE, name=name), session, since_ts=1.0, request_id=f"req-{name}")
     room.come(one)
     return one
 
@@ -51,4 +51,4 @@ def test_a_turn_of_a_session_is_no_new_one():
     waits(room, "idle", idle)
     others = [waits(room, each.name, each) for each in (idle, busy, gone)]
     new = waits(room, "new")
-    assert room.told(book.holds) == ({idle}, [*others, new])
+    assert room.told(book.holds) == ({idle: "req-idle"}, [*others, new])
