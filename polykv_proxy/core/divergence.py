@@ -44,6 +44,7 @@ class Cause(StrEnum):
     VOLATILE_HEADER = "volatile_header"
     """Only a header that a client changes with each request is different."""
     NEW_SESSION = "new_session"
+    """It had nothing; a pool, or what another conversation left, may have given it a part."""
     EVICTED = "evicted"
     """Another conversation took the slot."""
     RESTARTED = "restarted"
@@ -130,7 +131,8 @@ def diagnose(then: Then | None, now: Now) -> Divergence | None:
     """Name the cause.
 
     1. As much was reused as there was: nothing to say.
-    2. No earlier request of the conversation is known: ``new_session``.
+    2. No earlier request of the conversation is known: ``new_session``, whatever it found of others, unless
+       that was all of its prompt.
     3. The client wanted no cache: ``cache_disabled``.
     4. The engine loaded its model since: ``restarted``.
     5. No slot held it any more: ``evicted``, or ``slot_lost`` if nobody took the slot.
@@ -142,9 +144,8 @@ def diagnose(then: Then | None, now: Now) -> Divergence | None:
         ``template_rewrote_history``. Tokens, where they are known, tell more: see ``refined``.
     """
     if then is None:  # 2
-        return (
-            Divergence(Cause.NEW_SESSION) if fell_short(now.cached_tokens, now.prompt_tokens, None) else None
-        )
+        short = fell_short(now.cached_tokens, now.prompt_tokens, now.prompt_tokens)
+        return Divergence(Cause.NEW_SESSION) if short else None
     if not fell_short(now.cached_tokens, now.prompt_tokens, then.resident_tokens):  # 1
         return None
     gone = _nothing_left(then, now)

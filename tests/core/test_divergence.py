@@ -51,6 +51,8 @@ def test_what_counts_as_short(cached, prompt_tokens, resident, short):
 
 CASES = {
     "new": (None, now(cached_tokens=0), Cause.NEW_SESSION),
+    "new, with what another left": (None, now(cached_tokens=3), Cause.NEW_SESSION),
+    "new, on a pool": (None, now(cached_tokens=40, attached_tokens=40), Cause.NEW_SESSION),
     "no cache": (then(), now(cache=False, cached_tokens=0), Cause.CACHE_DISABLED),
     "restarted": (then(epoch="old", held=False), now(cached_tokens=0), Cause.RESTARTED),
     "evicted": (then(held=False, taken=True), now(continues=False), Cause.EVICTED),
@@ -138,7 +140,7 @@ def test_every_cause_is_reached():
     [
         (then(), now(cached_tokens=109)),
         (then(), now(outline("Else"), cached_tokens=120)),
-        (None, now(cached_tokens=30)),
+        (None, now(cached_tokens=149)),
         (then(epoch="old"), now(cached_tokens=149)),
     ],
 )
