@@ -46,6 +46,8 @@ class Visit:
         self._entered: Entered | None = None
         self._waiter: Waiter | None = None
         self.woken: asyncio.Future[Entered] | None = None
+        self.waited_s = 0.0
+        """Seconds that it waited at the gate, until it came in."""
         self.known: Session | None = None
         """The session that it goes on with, where that is known from the start."""
 
@@ -86,7 +88,8 @@ class Visit:
 
     def let_in(self, entered: Entered) -> None:
         """It may go on."""
-        self._entered = entered
+        assert self._waiter is not None
+        self._entered, self.waited_s = entered, monotonic() - self._waiter.since
         if self.woken is not None and not self.woken.done():
             self.woken.set_result(entered)
 
@@ -107,7 +110,7 @@ class Visit:
             self._waiter = None
             if isinstance(verdict, Refused):
                 raise refusal(verdict)
-            self._entered = verdict
+            self._entered, self.waited_s = verdict, monotonic() - waiter.since
         with contextlib.suppress(TimeoutError):
             if self._entered is None:
                 async with asyncio.timeout(min(timeout_s, left_s)):

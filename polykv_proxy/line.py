@@ -27,8 +27,10 @@ if TYPE_CHECKING:
 class Pending:
     """A request's wait for its slots."""
 
-    def __init__(self, line: Line, ticket: Ticket | None, lease: Lease | None) -> None:
+    def __init__(self, line: Line, ticket: Ticket | None, lease: Lease | None, waited_s: float = 0.0) -> None:
         self._line = line
+        self.waited_s = waited_s
+        """Seconds that it had waited before it asked for slots."""
         self.ticket = ticket
         """Its place in line, where it has to wait."""
         self.lease = lease
@@ -75,8 +77,16 @@ class Line:
         self._now_ts = now_ts
         self._waiters: dict[int, Pending] = {}
 
-    def request(self, ask: Ask, *, conversation: bool = True, place: Place | None = None) -> Pending:
+    def request(
+        self, ask: Ask, *, conversation: bool = True, place: Place | None = None, waited_s: float = 0.0
+    ) -> Pending:
         """Ask for slots, from a place in line where it was held.
+
+        Args:
+            ask: what it wants.
+            conversation: whether it belongs to a session.
+            place: in line, where it waited before.
+            waited_s: seconds that it waited at the gate; they are a part of its wait.
 
         Raises:
             SaturatedError: too many wait already.
@@ -87,12 +97,12 @@ class Line:
         )
         match decision:
             case Admit(lease):
-                self._metrics.on_admission("admitted", 0.0)
+                self._metrics.on_admission("admitted", waited_s)
                 self._readings.due.set()
                 self._perform(self._plane.cells.reclaim())
                 return Pending(self, None, lease)
             case Queue(ticket):
-                pending = Pending(self, ticket, None)
+                pending = Pending(self, ticket, None, waited_s)
                 pending.woken = asyncio.get_running_loop().create_future()
                 self._waiters[id(ticket)] = pending
                 return pending
@@ -139,7 +149,7 @@ class Line:
         elif pending is None or pending.woken is None or ticket.lease is None:
             self._perform(self._plane.leases.on_gave_up(ticket, monotonic()))
         else:
-            self._metrics.on_admission("queued", monotonic() - ticket.since)
+            self._metrics.on_admission("queued", monotonic() - ticket.since + pending.waited_s)
             pending.woken.set_result(ticket.lease)
 
 

@@ -104,7 +104,7 @@ class Metrics:
 
         Args:
             outcome: one of ``OUTCOMES``.
-            wait_s: how long it waited, if it was admitted.
+            wait_s: how long it waited, at the gate too, if it was admitted.
         """
         self.admissions[outcome] += 1
         if wait_s is not None:
@@ -286,7 +286,9 @@ _ALL = (
         "Requests that wait: at the gate, for slots or for cells.",
         lambda x: x.plane.leases.waiting + (0 if x.counts.gate is None else x.counts.gate.waiting),
     ),
-    _Series("queue_wait_seconds", _HISTOGRAM, "Wait for slots.", lambda x: x.counts.queue_wait),
+    _Series(
+        "queue_wait_seconds", _HISTOGRAM, "Wait at the gate and for slots.", lambda x: x.counts.queue_wait
+    ),
     _Series("kv_cells_used", _GAUGE, "KV cells in use.", lambda x: x.cells_used),
     _Series("kv_cells_total", _GAUGE, "KV cells of the engine.", lambda x: x.cells_total),
     _Series("ttft_seconds", _HISTOGRAM, "Arrival to first token of a stream.", lambda x: x.counts.ttft),

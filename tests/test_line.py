@@ -87,3 +87,17 @@ async def test_what_becomes_of_requests_is_counted(rig):
     assert (counted["queued"], counted["gave_up"], counted["rejected"]) == (1, 1, 1)
     assert counted["admitted"] == 2
     assert sum(rig.runtime.metrics.queue_wait._counts) == 3
+
+
+async def test_what_it_waited_before_is_a_part_of_its_wait(rig):
+    """Whether it finds a slot at once or not."""
+    waits = rig.runtime.metrics.queue_wait
+    first = rig.runtime.line.request(Ask(scope=SCOPE), waited_s=100.0)
+    rig.runtime.finish(first.lease, clean=True, content=Content.NEW)
+    before = waits._sum
+    one, _ = rig.take_all()
+    pending = rig.runtime.line.request(Ask(scope=SCOPE), waited_s=400.0)
+    rig.runtime.finish(one, clean=True, content=Content.NEW)
+    await pending.wait(5.0)
+    assert before == 100.0
+    assert waits._sum >= 500.0

@@ -162,7 +162,12 @@ class Inference:
             NoRoomError: it was stopped later than that.
         """
         runtime = self._runtime
-        pending = runtime.line.request(ask, conversation=work.family.pooled, place=work.place)
+        visit, waited_s = work.visit, 0.0
+        if visit is not None:
+            waited_s, visit.waited_s = visit.waited_s, 0.0  # counted once, also where it starts over
+        pending = runtime.line.request(
+            ask, conversation=work.family.pooled, place=work.place, waited_s=waited_s
+        )
         clock = work.clock = asyncio.timeout(None)
         if work.waits is not None:
             work.waits.ticket = pending.ticket

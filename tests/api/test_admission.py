@@ -269,6 +269,27 @@ async def test_who_waits_at_the_gate_is_counted_alike(full):
     assert (await waiting).status == 200
 
 
+async def test_a_wait_at_the_gate_is_a_wait(full):
+    """Also of who comes in and finds a slot at once; it counts once."""
+    rig, pool = full
+    await post(rig, pool, mode="enforced", on_saturation="queue")
+    waiting = rig.start(CHAT, chat("second", pool_id=pool, session_id="two"))
+    await until(lambda: rig.runtime.gatekeeper.gate.waiting)
+    before = await at_once(rig)
+    await rig.ask(f"/polykv/pools/{pool}/admission", {"mode": "advisory"})
+    rig.engine.gate.set()
+    assert (await waiting).status == 200
+    assert await at_once(rig) == (before[0], before[1] + 1)
+    assert rig.runtime.gatekeeper.gate.counts["queued"] == 1
+
+
+async def at_once(rig):
+    """Requests that got slots without a wait, and all that got them."""
+    metrics = (await rig.ask("/metrics")).body.decode()
+    found = re.findall(r"queue_wait_seconds_(?:bucket\{le=\"0.0\"\}|count) (\d+)", metrics)
+    return tuple(map(int, found))
+
+
 async def test_who_waits_at_the_gate_is_listed(full):
     """As a session that has no id yet, by the name that its client gave; once in, it has one."""
     rig, pool = full
