@@ -23,6 +23,7 @@ from polykv_proxy.core.types import EngineSample, SessionId
 from polykv_proxy.errors import PolyKVError, SaturatedError, UnavailableError
 
 if TYPE_CHECKING:
+    from polykv_proxy.core.headroom import Capacity
     from polykv_proxy.core.plane import ControlPlane
     from polykv_proxy.core.policies import Given, Policy, PolicySet
     from polykv_proxy.core.pools import PrefixPool
@@ -78,7 +79,7 @@ class Visit:
         """
         passage = self._keeper.gate.on_request(entry, monotonic(), jitter=_jitter(), scope=scope)
         if isinstance(passage, Refused):
-            raise refusal(passage)
+            raise refusal(passage, self._keeper.name)
         if isinstance(passage, Entered):
             self._entered = passage
             return
@@ -109,7 +110,7 @@ class Visit:
             self._keeper.waiting.pop(id(waiter), None)
             self._waiter = None
             if isinstance(verdict, Refused):
-                raise refusal(verdict)
+                raise refusal(verdict, self._keeper.name)
             self._entered, self.waited_s = verdict, monotonic() - waiter.since
         with contextlib.suppress(TimeoutError):
             if self._entered is None:
@@ -146,9 +147,11 @@ class Gatekeeper:
     Args:
         plane: the engine's state.
         policies: in force for all engines.
+        name: the engine's, for clients.
     """
 
-    def __init__(self, plane: ControlPlane, policies: PolicyFile) -> None:
+    def __init__(self, plane: ControlPlane, policies: PolicyFile, name: str = "engine-0") -> None:
+        self.name = name
         self.gate = Gate(leases=plane.leases)
         self.waiting: dict[int, Visit] = {}
         self.posted: dict[PoolId, Given] = {}
@@ -289,10 +292,18 @@ class Gatekeeper:
                 visit.let_in(waiter.entered)
 
 
-def refusal(refused: Refused) -> PolyKVError:
-    """A refusal as clients get it: which arm failed, and the numbers."""
+def document(found: Capacity, engine: str) -> dict[str, object]:
+    """The capacity of an engine as clients get it: without digits that nobody can tell apart."""
+    figures = asdict(found).items()
+    return {"engine": engine} | {
+        name: round(value, 3) if isinstance(value, float) else value for name, value in figures
+    }
+
+
+def refusal(refused: Refused, engine: str) -> PolyKVError:
+    """A refusal by an engine's gate as clients get it: which arm failed, and the numbers."""
     failing = refused.failing
-    capacity = asdict(refused.capacity)
+    capacity = document(refused.capacity, engine)
     if refused.cannot_tell:
         return UnavailableError(
             "nobody can tell whether there is room: the engine does not say how it is",

@@ -57,7 +57,8 @@ class AdmissionKeys(_Section):
     """``reject`` with 429, ``warn`` in a header, or ``queue`` until there is room."""
 
     projection: Projection = _POLICY.projection
-    """``fitted``: the measured curve of decode time, once known. ``conservative``: mean x n / (n + 1)."""
+    """``fitted``: the measured curve of decode time, once known. ``conservative``: mean x n / (n + 1),
+    where n + 1 counts those inside who pause and are expected back, too."""
 
     settle_tokens: Whole = Field(default=_POLICY.settle_tokens, ge=0, le=4096)
     """Tokens that a newcomer decodes before the next one may follow."""

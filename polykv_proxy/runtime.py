@@ -85,7 +85,7 @@ class Runtime:
         plane: its state.
         client: the way to the engine.
         tasks: where background work is kept.
-        name: the engine's, for the log.
+        name: the engine's, for the log and for clients.
         copies: what is allowed for pools as slot files, if anything is.
         policies: of admission; None: the defaults.
 
@@ -105,7 +105,7 @@ class Runtime:
     ) -> None:
         self.plane = plane
         self.client = client
-        self.gatekeeper = Gatekeeper(plane, policies or PolicyFile(None))
+        self.gatekeeper = Gatekeeper(plane, policies or PolicyFile(None), name)
         self.metrics = Metrics(plane, self.gatekeeper.gate)
         self.readings = Readings(
             plane,

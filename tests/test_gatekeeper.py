@@ -1,5 +1,7 @@
 """The gate of one engine at work."""
 
+from dataclasses import replace
+
 import pytest
 import pytest_asyncio
 from api.rig import CHAT, Rig, chat, until
@@ -10,7 +12,7 @@ from polykv_proxy.core.gate import Gate
 from polykv_proxy.core.headroom import Arm, Failing, Reason, capacity
 from polykv_proxy.core.policies import Policy
 from polykv_proxy.errors import SaturatedError, UnavailableError
-from polykv_proxy.gatekeeper import refusal
+from polykv_proxy.gatekeeper import document, refusal
 
 
 @pytest_asyncio.fixture
@@ -27,7 +29,7 @@ def refused(arm, reason):
 
 def test_a_refusal_says_why_and_when_to_come_again():
     """Waiting does not help who can never fit; and not to know is another answer."""
-    error = refusal(refused(Arm.TPS, Reason.TPS_FLOOR))
+    error = refusal(refused(Arm.TPS, Reason.TPS_FLOOR), "e")
     assert isinstance(error, SaturatedError)
     assert (error.status, error.type, error.retry_after_s, error.should_retry) == (
         429,
@@ -35,10 +37,18 @@ def test_a_refusal_says_why_and_when_to_come_again():
         7,
         True,
     )
-    assert refusal(refused(Arm.CONTEXT, Reason.CONTEXT)).should_retry is False
-    unknown = refusal(refused(Arm.TPS, Reason.STALE))
+    assert refusal(refused(Arm.CONTEXT, Reason.CONTEXT), "e").should_retry is False
+    unknown = refusal(refused(Arm.TPS, Reason.STALE), "e")
     assert isinstance(unknown, UnavailableError)
     assert (unknown.status, unknown.code) == (503, "cannot_tell")
+
+
+def test_the_numbers_are_as_long_as_those_of_the_rates():
+    """Three digits, and whose they are; counts stay what they are."""
+    found = capacity(replace(Gate().picture(0.0), working=3, decoding=3, mean_tps=100 / 3), Policy())
+    told = document(found, "e")
+    assert (told["engine"], told["mean_active_tps"], told["projected_measured"]) == ("e", 33.333, 25.0)
+    assert (told["n_active_sessions"], told["can_admit"], told["pressure"]) == (3, True, None)
 
 
 async def test_turns_of_a_session_are_one_session_inside(rig):

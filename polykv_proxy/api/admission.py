@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import uuid
-from dataclasses import asdict
 from time import monotonic
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,7 +16,7 @@ from polykv_proxy.core.admission import Refused
 from polykv_proxy.core.promises import MAX_PLACES, MAX_TTL_S, Wish
 from polykv_proxy.core.types import PoolId, Scope
 from polykv_proxy.errors import BadRequestError
-from polykv_proxy.gatekeeper import refusal
+from polykv_proxy.gatekeeper import document, refusal
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -116,7 +115,7 @@ class AdmissionApi:
             None if pool is None else pool.pool_id,
             None if given is None else int(given),
         )
-        return json_reply({"engine": engine.name, **asdict(found)})
+        return json_reply(document(found, engine.name))
 
     async def reserve(self, request: web.Request) -> web.Response:
         """``POST …/{id}/reserve``: places for sessions that will come; all of them, or none."""
@@ -140,7 +139,7 @@ class AdmissionApi:
         now = monotonic()
         promise = keeper.gate.reserve(wish, keeper.policy(pool), now, jitter=0.5)
         if isinstance(promise, Refused):
-            raise refusal(promise)
+            raise refusal(promise, engine.name)
         return json_reply(
             {
                 "pool_id": pool.pool_id,

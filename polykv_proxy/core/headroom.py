@@ -142,8 +142,8 @@ def foresee(picture: Picture, projection: Projection, more: int = 1) -> Foreseen
     make up but rarely, whichever is more.
 
     1. Nobody works: nothing can be said, and nothing has to be.
-    2. Conservative: the measured one. Tokens of all together never become fewer with one more, so this is
-       never too high.
+    2. Conservative: the measured one, which is mean x n / (n + 1) where nobody pauses. Tokens of all together
+       never become fewer with one more, so this is never too high.
     3. Fitted, and trusted: the curve, corrected by its bias.
     4. Fitted, and not trusted: the lower of both.
 

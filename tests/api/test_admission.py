@@ -117,7 +117,8 @@ async def test_an_enforced_policy_refuses_a_session_that_comes_in(full, path):
     answer = await rig.ask(path, chat("second", max_tokens=9, pool_id=pool, session_id="two"))
     assert (answer.status, answer.error["type"]) == (429, "pool_saturated")
     assert (answer.error["arm"], answer.error["reason"]) == ("cells", "kv headroom exhausted")
-    assert answer.error["capacity"]["can_admit"] is False
+    told = answer.error["capacity"]
+    assert (told["can_admit"], told["engine"]) == (False, "engine-0")
     assert int(answer.headers["Retry-After"]) >= 1
     assert answer.headers["x-should-retry"] == "true"
     assert (answer.json.get("type") == "error") == (path == "/v1/messages")
