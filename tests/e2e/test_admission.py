@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import random
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import anthropic
@@ -207,24 +208,40 @@ async def enforce(served: Served, pool: str, **keys: Any) -> None:
     assert answer.status == 200, answer.body
 
 
-def clients(served: Served) -> tuple[AsyncOpenAI, AsyncAnthropic]:
-    """The two SDKs, without retries of their own."""
-    return (
-        AsyncOpenAI(base_url=served.http.base + "/v1", api_key="none", max_retries=0),
-        AsyncAnthropic(base_url=served.http.base, api_key="none", max_retries=0),
-    )
+@asynccontextmanager
+async def clients(served: Served, *, retries: int = 0) -> AsyncIterator[tuple[AsyncOpenAI, AsyncAnthropic]]:
+    """The two SDKs, closed at the end: what is left open breaks some other test."""
+    async with (
+        AsyncOpenAI(base_url=served.http.base + "/v1", api_key="none", max_retries=retries) as chat,
+        AsyncAnthropic(base_url=served.http.base, api_key="none", max_retries=retries) as messages,
+    ):
+        yield chat, messages
 
 
 async def ask_both(served: Served, pool: str) -> list[Any]:
     """A raw answer of each SDK."""
-    chat, messages = clients(served)
-    one = await chat.chat.completions.with_raw_response.create(
-        model="any", messages=MESSAGES, max_tokens=8, extra_body={"pool_id": pool}
-    )
-    other = await messages.messages.with_raw_response.create(
-        model="any", messages=MESSAGES, max_tokens=8, extra_body={"pool_id": pool}
-    )
+    async with clients(served) as (chat, messages):
+        one = await chat.chat.completions.with_raw_response.create(
+            model="any", messages=MESSAGES, max_tokens=8, extra_body={"pool_id": pool}
+        )
+        other = await messages.messages.with_raw_response.create(
+            model="any", messages=MESSAGES, max_tokens=8, extra_body={"pool_id": pool}
+        )
     return [one, other]
+
+
+async def both_refused(served: Served, pool: str) -> list[Any]:
+    """What each SDK makes of a refusal."""
+    async with clients(served) as (chat, messages):
+        with pytest.raises(openai.RateLimitError) as one:
+            await chat.chat.completions.create(
+                model="any", messages=MESSAGES, max_tokens=8, extra_body={"pool_id": pool}
+            )
+        with pytest.raises(anthropic.RateLimitError) as other:
+            await messages.messages.create(
+                model="any", messages=MESSAGES, max_tokens=8, extra_body={"pool_id": pool}
+            )
+    return [one.value, other.value]
 
 
 async def test_an_advisory_policy_refuses_nobody(crowded: tuple[Served, str, str]) -> None:
@@ -241,14 +258,7 @@ async def test_reject_is_an_error_that_both_sdks_know(crowded: tuple[Served, str
     """ADM-8: 429 with its type, its numbers, and when to come again."""
     served, pool, _ = crowded
     await enforce(served, pool, mode="enforced")
-    chat, messages = clients(served)
-    with pytest.raises(openai.RateLimitError) as one:
-        await chat.chat.completions.create(model="any", messages=MESSAGES, extra_body={"pool_id": pool})
-    with pytest.raises(anthropic.RateLimitError) as other:
-        await messages.messages.create(
-            model="any", messages=MESSAGES, max_tokens=8, extra_body={"pool_id": pool}
-        )
-    for caught in (one.value, other.value):
+    for caught in await both_refused(served, pool):
         error = caught.response.json()["error"]
         assert (error["type"], error["arm"]) == ("pool_saturated", "cells")
         assert int(caught.response.headers["retry-after"]) >= 1
@@ -285,33 +295,34 @@ async def test_the_sdks_come_again_by_themselves(crowded: tuple[Served, str, str
     """ADM-8: with the retries that they have by default, a refusal costs a wait, and no error."""
     served, pool, held = crowded
     await enforce(served, pool, mode="enforced")
-    chat = AsyncOpenAI(base_url=served.http.base + "/v1", api_key="none", max_retries=10)
-    messages = AsyncAnthropic(base_url=served.http.base, api_key="none", max_retries=10)
-    one = asyncio.ensure_future(
-        chat.chat.completions.create(
-            model="any", messages=MESSAGES, max_tokens=8, extra_body={"pool_id": pool}
+    async with clients(served, retries=10) as (chat, messages):
+        one = asyncio.ensure_future(
+            chat.chat.completions.create(
+                model="any", messages=MESSAGES, max_tokens=8, extra_body={"pool_id": pool}
+            )
         )
-    )
-    other = asyncio.ensure_future(
-        messages.messages.create(model="any", messages=MESSAGES, max_tokens=8, extra_body={"pool_id": pool})
-    )
+        other = asyncio.ensure_future(
+            messages.messages.create(
+                model="any", messages=MESSAGES, max_tokens=8, extra_body={"pool_id": pool}
+            )
+        )
 
-    async def refused() -> int:
-        found = parsed((await served.http.get("/metrics", headers=KEY)).body)
-        return int(found["opencoti_polykv:sessions_total", ("outcome", "rejected")])
+        async def refused() -> int:
+            found = parsed((await served.http.get("/metrics", headers=KEY)).body)
+            return int(found["opencoti_polykv:sessions_total", ("outcome", "rejected")])
 
-    before = await refused()
+        before = await refused()
 
-    async def both_were_refused() -> bool:
-        return await refused() >= before + 2
+        async def both_were_refused() -> bool:
+            return await refused() >= before + 2
 
-    await served.until(both_were_refused)
-    assert not one.done()
-    assert not other.done()
-    await served.http("DELETE", f"/polykv/pools/{held}", headers=KEY)
-    async with asyncio.timeout(PATIENCE_S):
-        assert (await one).choices[0].finish_reason == "length"
-        assert (await other).stop_reason == "max_tokens"
+        await served.until(both_were_refused)
+        assert not one.done()
+        assert not other.done()
+        await served.http("DELETE", f"/polykv/pools/{held}", headers=KEY)
+        async with asyncio.timeout(PATIENCE_S):
+            assert (await one).choices[0].finish_reason == "length"
+            assert (await other).stop_reason == "max_tokens"
 
 
 # -- the floor --------------------------------------------------------------------------------------------
@@ -361,16 +372,7 @@ async def test_a_floor_that_one_more_would_break_is_kept(real: Served) -> None:
     assert (seen["can_admit"], seen["n_active_sessions"]) == (False, 1), seen
     assert seen["reason"] == "projected tps below floor"
     assert 0 < seen["projected_mean_tps_if_admitted"] < seen["mean_active_tps"] < 1000
-    sdk, messages = clients(real)
-    with pytest.raises(openai.RateLimitError) as one:
-        await sdk.chat.completions.create(
-            model="any", messages=MESSAGES, max_tokens=8, extra_body={"pool_id": pool}
-        )
-    with pytest.raises(anthropic.RateLimitError) as other:
-        await messages.messages.create(
-            model="any", messages=MESSAGES, max_tokens=8, extra_body={"pool_id": pool}
-        )
-    for caught in (one.value, other.value):
+    for caught in await both_refused(real, pool):
         error = caught.response.json()["error"]
         assert (error["type"], error["arm"]) == ("pool_saturated", "tps")
         assert error["capacity"]["projected_mean_tps_if_admitted"] < 1000
