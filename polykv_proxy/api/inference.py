@@ -18,11 +18,13 @@ from typing import TYPE_CHECKING
 import structlog
 
 from polykv_proxy.api import asked as asking
+from polykv_proxy.api import strangers
 from polykv_proxy.api.delivery import Delivery, used_up
 from polykv_proxy.api.hints import Hints
 from polykv_proxy.api.hold import Hold, done
 from polykv_proxy.api.identity import OUR_HEADER_PREFIX, without_ours
 from polykv_proxy.api.matching import Matching
+from polykv_proxy.api.overflow import Overflows
 from polykv_proxy.api.recall import Recall
 from polykv_proxy.api.sizes import need_of
 from polykv_proxy.api.work import Work
@@ -130,11 +132,23 @@ class Inference:
         room.come(work.waits)
         try:
             if visit.waits:
+                if visit.known is None and await self._is_stranger(work):
+                    return None
                 await work.hold.until(visit.wait)
             await self._serve(work, ask)
         finally:
             room.go(work.waits)
             visit.leave(work.cells)
+
+    async def _is_stranger(self, work: Work) -> bool:
+        """Whether the engine takes no request with this key; then that is the answer."""
+        refusal = await strangers.refusal_of(self._upstream, work.exchange.head)
+        if refusal is None:
+            return False
+        head, body = refusal
+        work.entry.refused(head.status, Overflows(self._runtime.plane.facts, None))
+        await work.exchange.respond(head.status, head.end_to_end(), body)
+        return True
 
     async def _serve(self, work: Work, ask: Ask) -> None:
         asked, saver, line = work.asked, self._runtime.saver, self._runtime.line
