@@ -329,6 +329,36 @@ async def test_evicted_and_restarted(
         assert (record["divergence"]["cause"], record["cached_tokens"]) == ("restarted", 0)
 
 
+async def test_a_request_that_runs_is_known(clean: Served) -> None:
+    """Its pool, how long it waited and its first token, while it streams; also once its client left."""
+    made = (await clean.http.post("/polykv/pools", {"messages": HISTORY[:1]})).json
+    pool_id = made["pool_id"]
+    sent = body("runs", stream=True, ignore_eos=True, pool_id=pool_id) | {"max_tokens": 400}
+    async with clean.http.session() as session, session.post(CHAT, json=sent) as answer:
+        seen = b""
+        while seen.count(b"content") < 3:
+            seen += await answer.content.readany()
+        record = await latest(clean)
+        listed = (await clean.http.get("/polykv/sessions")).json["sessions"]
+        slots = (await clean.counters())["slots"]
+        metrics = (await clean.http.get("/metrics")).body.decode()
+    (one,) = (each for each in listed if each["session_id"] == "runs")
+    assert (record["state"], one["state"]) == ("running", "running")
+    assert (one["pool_id"], record["pool_id"]) == (pool_id, pool_id)
+    assert slots[one["slot"]]["n_pool_shared"] == made["prefix_len"]
+    assert 'opencoti_polykv:pool_sessions{pool="explicit"} 1.0' in metrics
+    assert 0 < record["waited_ms"] < record["ttft_ms"] == one["ttft_ms"]
+    assert record["prompt_tokens"] > made["prefix_len"]
+    await clean.quiet()
+    (one,) = (
+        each
+        for each in (await clean.http.get("/polykv/sessions")).json["sessions"]
+        if each["session_id"] == "runs"
+    )
+    assert (one["pool_id"], one["ttft_ms"]) == (pool_id, record["ttft_ms"])
+    assert (await clean.http("DELETE", f"/polykv/pools/{pool_id}")).status == 200
+
+
 async def test_what_a_client_that_left_cost_is_in_its_record(clean: Served) -> None:
     """How long it waited, and tokens as the engine's own totals have them."""
 
