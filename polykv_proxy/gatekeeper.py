@@ -260,6 +260,7 @@ class Gatekeeper:
         if sample is not None:
             self._count_tokens(sample)
         book, facts = plane.experience.book, plane.facts
+        pools_used, pools_max = plane.tree.sequence_ids
         look = Look(
             taken_at=now,
             decoding=book.decoding_count,
@@ -268,8 +269,8 @@ class Gatekeeper:
             seconds=sum(tokens * gap_s for tokens, gap_s in progress.gaps),
             window=None if facts is None else facts.ctx_tokens or None,
             pressure=pressure(sample),
-            seq_ids_used=None if facts is None else facts.slots + plane.tree.sequences_used,
-            seq_ids_max=None if facts is None else facts.slots + plane.tree.max_pools,
+            seq_ids_used=None if facts is None else facts.slots + pools_used,
+            seq_ids_max=None if facts is None else facts.slots + pools_max,
         )
         self.gate.on_look(look)
         self.wake()

@@ -129,6 +129,8 @@ class Entry:
         else:
             self.failed(PolyKVError.code)
         self.record.duration_s = monotonic() - self._arrived_at
+        if self._lease is not None:
+            self.record.slot = self._lease.slots[0]  # where the engine chose one, it is known by now
         self._close()
         log.info("request", **_logged(self.record))
         reset_contextvars(**self._ids)

@@ -68,8 +68,7 @@ def _engine_pools(name: str, plane: ControlPlane, scope: Scope | None, now: floa
         for session in plane.sessions
         if session.slot is not None and scope in (None, session.scope)
     }
-    tree = plane.tree  # a pool that is a file has no sequence id
-    pools_used, pools_max = (tree.sequences_used, tree.max_pools) if tree.shares_cells else (0, 0)
+    pools_used, pools_max = plane.tree.sequence_ids
     ours = {node.pool_id for node in plane.tree.nodes() if scope in (None, node.scope)}
     return {
         "engine": name,

@@ -76,6 +76,11 @@ class PoolTree:
         return sum(pool.occupies_sequence for pool in self._pools.values()) + len(self._retiring)
 
     @property
+    def sequence_ids(self) -> tuple[int, int]:
+        """The engine's that pools have, and may have; none where they are files."""
+        return (self.sequences_used, self.max_pools) if self.shares_cells else (0, 0)
+
+    @property
     def numbers_taken(self) -> set[PoolNumber]:
         """Numbers that pools have, or that somebody still works with."""
         return {pool.number for pool in self._pools.values() if pool.occupies_sequence} | self._retiring

@@ -140,7 +140,7 @@ async def test_who_starts_over_has_the_time_left_that_he_did_not_wait(proxies):
 
 async def test_waits_in_line_add_up(proxies):
     """For the engine, then for a slot: together no longer than a request may wait."""
-    rig, running = await occupied(proxies, hold_grace_s=30.0, max_wait_s=0.4)
+    rig, running = await occupied(proxies, hold_grace_s=30.0, max_wait_s=2.0)
     rig.down()
     asking = rig.start(CHAT, chat("hi", pool_id="p"))
     await until(lambda: rig.runtime.plane.leases.waiting == 1)

@@ -725,8 +725,10 @@ def test_a_file_has_a_size_while_there_is_one():
 def test_running_out_of_files_is_said_in_files():
     """What is counted has its name."""
     tree = PoolTree(1)
+    assert tree.sequence_ids == (0, 1)
     tree.shares_cells = False
     add(tree, [1])
+    assert (tree.sequence_ids, tree.sequences_used) == ((0, 0), 1)
     with pytest.raises(PoolCapacityError, match="all 1 files"):
         add(tree, [2])
 

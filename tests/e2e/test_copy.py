@@ -147,6 +147,8 @@ async def test_a_request_that_cannot_be_pinned_runs_without(clean: Served) -> No
     ran_in = [slot["id"] for slot in await slots(clean) if slot.get("id_task") != before[slot["id"]]]
     sessions = (await clean.http.get("/polykv/sessions")).json["sessions"]
     assert [each["slot"] for each in sessions if each["session_id"] == "claude"] == ran_in
+    (record,) = (await clean.http.get("/polykv/requests?session_id=claude")).json["requests"]
+    assert [record["slot"]] == ran_in
 
 
 async def test_four_sessions_have_a_copy_each(clean: Served) -> None:
