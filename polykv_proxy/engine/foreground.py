@@ -28,10 +28,14 @@ if TYPE_CHECKING:
 def command_line(spec: EngineSpec) -> str:
     """The engine's command as a shell would take it.
 
-    Without the folder where it saves, which has to be there: an engine that is started by hand saves nothing.
+    With pools in its cache, without the folder where it saves, which has to be there: nothing is saved of an
+    engine that is started by hand. Where pools are files, that folder is what they are in.
     """
-    saves = spec.argv.index("--slot-save-path")
-    return shlex.join([str(spec.binary), *spec.argv[:saves], *spec.argv[saves + 2 :]])
+    words = list(spec.argv)
+    if "--polykv-max-pools" in words:
+        saves = words.index("--slot-save-path")
+        del words[saves : saves + 2]
+    return shlex.join([str(spec.binary), *words])
 
 
 def become(spec: EngineSpec, shards: Iterable[Path]) -> NoReturn:

@@ -89,7 +89,8 @@ def test_engine_run_prints_the_command_line(run, calls, monkeypatch, tmp_path):
     words = shlex.split(out)
     assert status == 0
     assert words[0] == str(tmp_path / "engine" / "bin" / "llama-server")
-    assert words[words.index("--slot-save-path") + 1] == str(tmp_path / "st ate" / "slots-0")
+    assert words[words.index("--model") + 1].endswith(".gguf")
+    assert "--slot-save-path" not in words
     assert "--context-shift: sessions that share cells stop" in aside
     assert not (tmp_path / "st ate").exists()
 

@@ -150,7 +150,7 @@ async def test_nobody_knows_how_full_a_new_root_is_before_a_turn_is_complete_the
         async with session.post("/completion", json={**asked, "session_id": "worker"}) as running:
             assert await running.content.readline()
             (seen,) = (await clean.http.get("/polykv/sessions")).json["sessions"]
-            assert (seen["state"], seen["pool_id"], seen["ctx_used"]) == ("running", None, None)
+            assert (seen["state"], seen["pool_id"], seen["ctx_used"]) == ("running", new, None)
     await clean.quiet()
     assert (await worker(clean))["ctx_used"] is None
 

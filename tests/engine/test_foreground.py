@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -102,9 +103,11 @@ def test_a_binary_that_cannot_be_run_is_named(settings):
 
 
 def test_a_command_line_can_be_pasted(settings):
-    """Words with spaces are quoted; the folder for what it saves, which need not be there, is left out."""
+    """Words with spaces are quoted; the folder for what it saves is left out where pools need none."""
     assert "--slot-save-path" in spec_from(settings).argv
     assert "--slot-save-path" not in command_line(spec_from(settings))
     assert str(spec_from(settings).slot_dir) not in command_line(spec_from(settings))
+    files = replace(spec_from(settings), argv=("--slot-save-path", "/a b"))
+    assert command_line(files).endswith(" --slot-save-path '/a b'")
     assert command_line(spec_from(settings)).endswith("-ngl '9 9'")
     assert command_line(spec_from(settings)).startswith(str(settings.engine.binary))
