@@ -24,7 +24,6 @@ from polykv_proxy.api.hints import Hints
 from polykv_proxy.api.hold import Hold, done
 from polykv_proxy.api.identity import OUR_HEADER_PREFIX, without_ours
 from polykv_proxy.api.matching import Matching
-from polykv_proxy.api.overflow import Overflows
 from polykv_proxy.api.recall import Recall
 from polykv_proxy.api.sizes import need_of
 from polykv_proxy.api.work import Work
@@ -146,7 +145,7 @@ class Inference:
         if refusal is None:
             return False
         head, body = refusal
-        work.entry.refused(head.status, Overflows(self._runtime.plane.facts, None))
+        work.entry.refused(head.status)
         await work.exchange.respond(head.status, head.end_to_end(), body)
         return True
 

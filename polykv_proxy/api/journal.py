@@ -167,10 +167,10 @@ class Entry:
         """The engine answers, and does not refuse."""
         self._kept = True
 
-    def refused(self, status: int, overflows: Overflows) -> None:
+    def refused(self, status: int, overflows: Overflows | None = None) -> None:
         """The engine refuses, in its own words, or says even later that there is no more room."""
-        self.failed(f"engine_status_{status}" if overflows.seen is None else OVERFLOW)
-        if self.record.prompt_tokens is None:
+        self.failed(f"engine_status_{status}" if overflows is None or overflows.seen is None else OVERFLOW)
+        if self.record.prompt_tokens is None and overflows is not None:
             self.record.prompt_tokens = overflows.required_tokens
 
     def began(self, data: bytes) -> None:

@@ -246,8 +246,7 @@ class SessionBook:
     def end(self, session: Session) -> None:
         """Somebody says that it is over, whatever holds it."""
         session.closed = True
-        if self.holds(session):
-            self._forget(session)
+        self.drop(session)
 
     def drop(self, session: Session) -> None:
         """Its first request came to nothing, as when the engine refuses its key: there is no such session."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -19,16 +19,7 @@ def try_lock(path: Path) -> int | None:
         A descriptor that holds the lock until it and every copy of it are closed, or ``None`` where
         somebody else holds it. A child that inherits the descriptor keeps the lock alive.
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        return None
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor
+    return _take(path, os.O_RDWR | os.O_CREAT, fcntl.LOCK_EX)
 
 
 def share(path: Path) -> int | None:
@@ -37,28 +28,34 @@ def share(path: Path) -> int | None:
     Returns:
         A descriptor as of ``try_lock``; ``None`` where the file cannot be read, or somebody has it alone.
     """
-    return _take(path, fcntl.LOCK_SH)
+    with suppress(OSError):
+        return _take(path, os.O_RDONLY, fcntl.LOCK_SH)
+    return None
 
 
 def is_locked(path: Path) -> bool:
     """Whether somebody holds a lock of a file, alone or with others, or nobody can tell."""
-    descriptor = _take(path, fcntl.LOCK_EX)
+    try:
+        descriptor = _take(path, os.O_RDONLY, fcntl.LOCK_EX)
+    except OSError:
+        descriptor = None
     if descriptor is None:
         return path.exists()
     os.close(descriptor)
     return False
 
 
-def _take(path: Path, how: int) -> int | None:
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return None
+def _take(path: Path, flags: int, how: int) -> int | None:
+    """Open a file and lock it so; None where somebody else holds it."""
+    descriptor = os.open(path, flags | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, how | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         os.close(descriptor)
         return None
+    except BaseException:
+        os.close(descriptor)
+        raise
     return descriptor
 
 

@@ -17,6 +17,7 @@ import msgspec
 from polykv_proxy.engine import started
 from polykv_proxy.engine.claims import store_lock
 from polykv_proxy.engine.filelock import try_lock
+from polykv_proxy.engine.record import command_line
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -153,7 +154,7 @@ class Recorded:
         self._process = record.process.open()
         if self._process is None:
             return f"the record beside the engine's socket is of an earlier process {pid}"
-        if started.command_line(pid) != list(record.command):
+        if command_line(pid) != list(record.command):
             return "the engine's command line is not the one in the record beside its socket"
         return None
 

@@ -65,17 +65,20 @@ class EngineRecord:
             descriptor = os.pidfd_open(self.pid)
         except OSError:
             return None
-        if EngineRecord.take(self.pid, Path(self.socket)) == self and self._on_command_line():
+        is_it = EngineRecord.take(self.pid, Path(self.socket)) == self
+        if is_it and self.socket in command_line(self.pid):
             return descriptor
         os.close(descriptor)
         return None
 
-    def _on_command_line(self) -> bool:
-        try:
-            words = Path(f"/proc/{self.pid}/cmdline").read_bytes().split(b"\0")
-        except OSError:
-            return False
-        return os.fsencode(self.socket) in words
+
+def command_line(pid: int) -> list[str]:
+    """The words that a process was started with; none if they cannot be read."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return []
+    return [os.fsdecode(word) for word in words[:-1]]
 
 
 async def stop_recorded(record: EngineRecord, deadline_s: float) -> bool:

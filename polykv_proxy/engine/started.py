@@ -145,12 +145,3 @@ def listener(path: Path) -> tuple[int, int] | None:
             return None
     pid, uid, _ = struct.unpack("3i", raw)
     return pid, uid
-
-
-def command_line(pid: int) -> list[str]:
-    """The words that a process was started with; none if they cannot be read."""
-    try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-    except OSError:
-        return []
-    return [os.fsdecode(word) for word in words[:-1]]

@@ -25,17 +25,11 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
-_ANSWERED = frozenset(
-    {
-        *("cells_exhausted", "engine_refused", "engine_failed", "engine_loading", "engine_auth"),
-        *("not_found", "copy_ineffective"),
-    }
-)
-"""Codes of the backend's errors after which the engine is known to be done with a call."""
-
-
 _REFUSED = frozenset({"cells_exhausted", "engine_refused"})
-"""Of these, the codes of refusals."""
+"""Codes of the backend's refusals."""
+
+_ANSWERED = _REFUSED | {"engine_failed", "engine_loading", "engine_auth", "not_found", "copy_ineffective"}
+"""Codes of the backend's errors after which the engine is known to be done with a call."""
 
 
 class _Materialization:

@@ -12,6 +12,7 @@ import pytest
 
 from polykv_proxy.engine import started
 from polykv_proxy.engine.launch import spec_from
+from polykv_proxy.engine.record import command_line
 from polykv_proxy.errors import EngineStartError
 from polykv_proxy.settings import Settings
 
@@ -123,11 +124,11 @@ def test_the_kernel_says_who_listens(tmp_path):
     child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     child.stdout.readline()
     assert started.listener(path) == (child.pid, os.getuid())
-    assert started.command_line(child.pid) == command
+    assert command_line(child.pid) == command
     child.communicate(b"\n")
     assert path.exists()
     assert started.listener(path) is None
-    assert started.command_line(child.pid) == []
+    assert command_line(child.pid) == []
 
 
 def test_a_full_queue_keeps_nobody_waiting(tmp_path):
